@@ -64,7 +64,7 @@ class HostWork:
     def watch(self) -> None:
         """Watch this process's kernels for CPUs, and lookahead's waiting."""
         from lookahead_vllm.engine.cpu_kernels.table import CPUKernel
-        from lookahead_vllm.engine.model_runner.launched_step import Waiter
+        from lookahead_vllm.engine.model_runner.waiter import Waiter
         from lookahead_vllm.verify.cpu import place, walk
         from lookahead_vllm.verify.cpu.kv_moves import SlotMover
 

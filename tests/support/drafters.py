@@ -82,10 +82,11 @@ def record_unknown_chains(llm: LLM) -> list[DraftForest]:
     late, found = runner_of(llm)._late, []
     add_step = late.add_step
 
-    def add_and_record(output: Any, drafts: Any, *args: Any) -> None:
-        if drafts.forest.num_nodes and drafts.forest.tokens[0] == UNKNOWN:
-            found.append(drafts.forest)
-        add_step(output, drafts, *args)
+    def add_and_record(step: Any) -> None:
+        forest = step.whole_trees.forest
+        if forest.num_nodes and forest.tokens[0] == UNKNOWN:
+            found.append(forest)
+        add_step(step)
 
     late.add_step = add_and_record
     return found

@@ -73,15 +73,13 @@ def record_trees(worker: Any) -> None:
     runner = worker.model_runner
     original, runner.recorded_trees = runner._lay_out, []
 
-    def recorded(*args: Any) -> Any:
-        result = original(*args)
-        scheduled = result[0]
-        forest = scheduled.forest
+    def recorded(step: Any) -> None:
+        original(step)
+        forest = step.trees.forest
         if forest.num_nodes:
-            arrays = (forest.tokens, forest.parents, forest.firsts, scheduled.rows)
+            arrays = (forest.tokens, forest.parents, forest.firsts, step.trees.rows)
             digest = hashlib.sha256(b"|".join(array.tobytes() for array in arrays)).hexdigest()
             runner.recorded_trees.append((digest, bool(forest.branching.any())))
-        return result
 
     runner._lay_out = recorded
 
@@ -100,11 +98,11 @@ def set_clock(worker: Any) -> None:
     if proposer.cost is not None:  # which was measured at start
         proposer.cost = StepCost(CostCurve([1, 1024], [0.010, 0.011]))
 
-    def measure(*args: Any, **kwargs: Any) -> None:
+    def measure(step: Any) -> None:
         nonlocal now
-        nodes = runner._work.nodes if runner._work else 0
+        nodes = step.work_before.nodes if step.work_before else 0
         now += 0.010 * (1 + (not runner.drafter.is_drafting_rank) * nodes)
-        original(*args, **kwargs)
+        original(step)
 
     runner._clock.clock = lambda: now
     runner._clock.pause = lambda seconds: None  # these are seconds of the real clock

@@ -18,7 +18,7 @@ from lookahead_vllm.draft.proposer import Proposer
 from lookahead_vllm.draft.sources import DRAFTER
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
 from lookahead_vllm.engine.model_runner.drafts import Drafts
-from lookahead_vllm.engine.model_runner.launched_step import LaunchedStep
+from lookahead_vllm.engine.model_runner.step import Step
 
 
 class ChainDrafts:
@@ -42,11 +42,11 @@ class ChainDrafts:
         """A step has waited for trees of these `sizes`, int64 [t]."""
         self._are_sent = bool((sizes >= self._sizes(wanted)).all())
 
-    def observe(self, step: LaunchedStep, paths: Int32s) -> None:
+    def observe(self, step: Step, paths: Int32s) -> None:
         """Learn from a step that has ended; `paths` as in `accepted_paths`."""
         if self._chain_worth is not None:
             counts = step.output.num_sampled_tokens_np
-            self._chain_worth.observe(step.drafts.forest, paths, int(counts.sum()))
+            self._chain_worth.observe(step.whole_trees.forest, paths, int(counts.sum()))
             if step.proposed is not None:
                 self._trie_worth.observe(step.proposed, step.output.sampled_token_ids, counts)
 
@@ -62,7 +62,7 @@ class ChainDrafts:
         self,
         req_ids: Sequence[str],
         wanted: WantedDrafts,
-        last: LaunchedStep,
+        last: Step,
         proposer: Proposer,
         most: int,
     ) -> Drafts | None:
@@ -78,7 +78,7 @@ class ChainDrafts:
             or not self._are_sent
             or not sizes.all()
             or sizes.sum() > most
-            or not np.isin(wanted.rows, last.rows).all()
+            or not np.isin(wanted.rows, last.requests).all()
             or self._trie_worth.waits(*seconds)
         ):
             return None

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.model_runner.step_trees import StepTrees
+from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
 
 
@@ -66,7 +66,7 @@ class _AnnouncedCapture(CudaGraphManager):
 
 
 class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
-    """vLLM's manager with graphs for steps with drafts; it reads the runner's `trees`.
+    """vLLM's manager with graphs for steps with drafts; `attended` tells whether they branch.
 
     Attributes
     ----------
@@ -81,9 +81,9 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     before_replay: Callable[[BatchExecutionDescriptor], BatchExecutionDescriptor] | None
     begin_graph: Callable[[BatchExecutionDescriptor], None] | None
 
-    def __init__(self, trees: StepTrees, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, attended: AttendedTrees, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._trees = trees
+        self._attended = attended
         self.before_replay = self.begin_graph = None
         self._draft_graphs: dict[tuple[int, int], BatchExecutionDescriptor] = {}
         """By the number of tokens of a step, which may be less than the graph's, and the number of
@@ -177,7 +177,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             and max_query_len <= self._longest
             and num_ubatches == 1
         )
-        if self._graphs_captured and has_drafts and (self._trees.branches or not any_batch):
+        if self._graphs_captured and has_drafts and (self._attended.may_branch or not any_batch):
             adapters = self._resolve_effective_loras(num_active_loras)
             desc = self._draft_graphs.get((num_tokens, adapters))
             if desc is not None:
@@ -190,7 +190,9 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             max_query_len=max_query_len,
             num_ubatches=num_ubatches,
         )
-        if self._trees.branches and desc.cg_mode == CUDAGraphMode.FULL:  # it has no tree attention
+        if (
+            self._attended.may_branch and desc.cg_mode == CUDAGraphMode.FULL
+        ):  # it has no tree attention
             return BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.NONE,
                 num_tokens=num_tokens,

@@ -8,9 +8,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.progress import NOTHING_WANTED, WantedDrafts
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.worker.draft_step import DraftStep
+
+
+class Plan(NamedTuple):
+    """The drafts of a step before the tokens of the one before are known."""
+
+    req_ids: Sequence[str]
+    """The requests that decode."""
+    wanted: WantedDrafts
+    load: Load
+    """Of the others."""
+
+
+NOTHING_PLANNED = Plan((), NOTHING_WANTED, Load())
+"""A step without drafts: the tokens before it are only read."""
 
 
 class Drafts(NamedTuple):

@@ -22,6 +22,7 @@ from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
+from lookahead_vllm.engine.model_runner.step import State
 from lookahead_vllm.engine.worker.attended import GraphBuffers
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
@@ -66,7 +67,7 @@ class GraphRunner(LookaheadRunner):
         with (
             patches.swapped(self, "decode_query_len", 1),
             patches.swapped(
-                model_runner, "ModelCudaGraphManager", partial(DraftGraphManager, self.trees)
+                model_runner, "ModelCudaGraphManager", partial(DraftGraphManager, self.attended)
             ),
         ):
             super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
@@ -123,7 +124,7 @@ class GraphRunner(LookaheadRunner):
 
     def _use_buffers(self, num_tokens: int | None) -> None:
         """Called before a capture: the metadata builders use the buffers of this graph."""
-        self.trees.attended.graph = None if num_tokens is None else self._buffers[num_tokens]
+        self.attended.graph = None if num_tokens is None else self._buffers[num_tokens]
         self._attend(NO_DRAFTS)
 
     def without_full_graphs(self) -> AbstractContextManager[Any]:
@@ -142,9 +143,9 @@ class GraphRunner(LookaheadRunner):
 
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         found = super().gather_batch_req_state(scheduler_output, dummy_run)
-        forest = (self._dummy_step if dummy_run else self.trees.drafts).forest
-        may_branch = not dummy_run and self._shape.is_open and self.drafter.may_branch
-        self.trees.branches = may_branch or bool(forest.branching.any())
+        forest = (self._dummy_step if dummy_run else self.step.drafts).forest
+        may_branch = not dummy_run and self.step.is_late and self.drafter.may_branch
+        self.attended.may_branch = may_branch or bool(forest.branching.any())
         return found
 
     def most_late_nodes(self, num_reqs: int, slots: int) -> int:
@@ -164,25 +165,26 @@ class GraphRunner(LookaheadRunner):
         A step that vLLM has prepared for all slots gets its drafts here, and the smallest graph
         that holds them.
         """
-        shape, manager, trees = self._shape, self.cudagraph_manager, self.trees
-        if not shape.awaits_drafts:
+        step, shape, manager = self.step, self._shape, self.cudagraph_manager
+        if step.state is not State.PREPARED:
             if prepared.max_query_len is not None:  # the tokens of the step before have arrived
                 shape.clear()
             return prepared
         assert manager is not None
-        split = self._draft_late()
-        desc = shape.graph = manager.smallest(split.num_requests, split.num_rows)
+        self._draft(step)
+        split = shape.share_out(step)
+        desc = step.graph = manager.smallest(split.num_requests, split.num_rows)
         is_plain = desc.max_query_len is None
         graph = None if is_plain else self._buffers.get(desc.num_tokens)
         if graph is None:
             shape.place(prepared.num_tokens)
             if not all(getattr(builder, "reads_buffers", False) for builder in self._builders):
-                self._settle()
-                self._metadata_of(self._batch, CUDAGraphMode.FULL)
+                self._settle(step)
+                self._metadata_of(step, CUDAGraphMode.FULL)
         else:
-            drafts, rows = trees.drafts, shape.rows
-            graph.trees.write(drafts.forest, rows, split.starts, drafts.num_tokens - 1)
-        self._elapsed = self._clock.tick()
+            drafts = step.drafts
+            graph.trees.write(drafts.forest, step.rows, split.starts, drafts.num_tokens - 1)
+        step.elapsed = self._clock.tick()
         return desc
 
     def _begin_graph(self, desc: BatchExecutionDescriptor) -> None:
@@ -213,7 +215,7 @@ class GraphRunner(LookaheadRunner):
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
-        self._choose_buffers(None if self._shape.is_open else input_batch)
+        self._choose_buffers(None if self.step.is_late else input_batch)
         return super().prepare_attn(input_batch)
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
@@ -265,12 +267,12 @@ class GraphRunner(LookaheadRunner):
         graph = None
         if batch is not None and batch.max_query_len is not None:
             graph = self._buffers.get(batch.num_tokens_after_padding)
-        self.trees.attended.graph = graph
+        self.attended.graph = graph
         self._starts = NO_STARTS if batch is None else batch.query_start_loc_np
 
     def _attend(self, step: DraftStep) -> None:
         super()._attend(step)
-        attended = self.trees.attended
+        attended = self.attended
         if attended.graph is not None:
             attended.graph.trees.fill(attended.trees, self._starts)
 

@@ -7,12 +7,11 @@ them here once it has the tokens: it learns, grows, and sends what pays.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,28 +21,24 @@ from lookahead_vllm.draft.progress import (
     GONE,
     NO_TEXT,
     NOTHING_EMITTED,
-    NOTHING_WANTED,
     EmittedTokens,
     Progress,
     WantedDrafts,
     count_tokens,
     limit_trees,
 )
-from lookahead_vllm.draft.proposer import NoProposer, Verified
+from lookahead_vllm.draft.proposer import NoProposer
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.growth import NODES
 from lookahead_vllm.engine.model_runner.chain_drafts import ChainDrafts
-from lookahead_vllm.engine.model_runner.drafts import Drafts
+from lookahead_vllm.engine.model_runner.drafts import NOTHING_PLANNED, Drafts, Plan
 from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
-from lookahead_vllm.engine.model_runner.launched_step import LaunchedStep, Waiter
-from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.engine.model_runner.step import Step
+from lookahead_vllm.engine.model_runner.waiter import Waiter
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter, prompt_tokens
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-    from vllm.v1.worker.gpu.async_utils import AsyncOutput
-
-    from lookahead_vllm.engine.model_runner.trained_drafter import Chains
+    from vllm.v1.core.sched.output import NewRequestData
 
 PROBE_EVERY = 4
 """While no slots are reserved, trees are grown in every fourth step, to see whether they pay."""
@@ -60,20 +55,6 @@ class _Request:
         self.num_prompt = len(self.prompt)
         """A session's next turn has a longer one."""
         self.params = new.sampling_params
-
-
-class _Plan(NamedTuple):
-    """A step before its tokens are known."""
-
-    req_ids: Sequence[str]
-    """The requests that decode."""
-    wanted: WantedDrafts
-    load: Load
-    """Of the others."""
-
-
-_NOTHING = _Plan((), NOTHING_WANTED, Load())
-"""A step without drafts: the tokens before it are only read."""
 
 
 class LateDrafts:
@@ -108,16 +89,14 @@ class LateDrafts:
         self._requests: dict[str, _Request] = {}
         self._unfollowed: set[str] = set()
         """Those that the proposer does not know yet."""
-        self._steps: deque[LaunchedStep] = deque()
+        self._steps: deque[Step] = deque()
         """In order; the last ones may still run."""
-        self._uncounted: list[LaunchedStep] = []
+        self._uncounted: list[Step] = []
         """Steps with drafts whose tokens were counted since the last launch."""
         length = drafter.options.chain_length
         self._chains = ChainDrafts(length) if length else None
         """Those of a trained drafter, if there is one."""
-        self._kept: _Plan | None = None
-        """The plan of the last step with slots, for one of the same batch."""
-        self._drafted: _Plan | None = None
+        self._drafted: Plan | None = None
         """The step for which the proposer has drafted, until it has learned from the tokens."""
         self._steps_without_slots = 0
         self._waiter = Waiter(self._work)
@@ -175,19 +154,12 @@ class LateDrafts:
 
     # ---- tokens ----------------------------------------------------------------------------------
 
-    def add_step(
-        self,
-        output: AsyncOutput,
-        drafts: DraftStep,
-        verified: Verified | None,
-        chains: Chains | None = None,
-    ) -> None:
+    def add_step(self, step: Step) -> None:
         """Note a step that was launched. `verified` is filled in once its tokens are known."""
         requests = self._requests
-        req_ids = output.model_runner_output.req_ids
+        req_ids = step.output.model_runner_output.req_ids
         rows = [requests[i].row if i in requests else GONE for i in req_ids]
-        now = time.perf_counter()
-        step = LaunchedStep(output, np.array(rows, np.int64), drafts, verified, now, chains)
+        step.launched, step.requests = time.perf_counter(), np.array(rows, np.int64)
         if self._chains is not None and self._drafted is not None:
             self._note_chains(step, self._chains, self._drafted)
         for req_id in req_ids:
@@ -196,13 +168,14 @@ class LateDrafts:
         self._steps.append(step)
         self._catch_up()
 
-    def _note_chains(self, step: LaunchedStep, chains: ChainDrafts, plan: _Plan) -> None:
+    def _note_chains(self, step: Step, chains: ChainDrafts, plan: Plan) -> None:
         """Note what a trained drafter has proposed before a step that has waited for its drafts."""
         texts = self._progress.arrays.texts
-        if len(plan.req_ids) == len(step.rows):  # all of them decode
-            step.proposed = self._drafter.proposer.proposed_after(texts[step.rows])
+        requests, trees = step.requests, step.whole_trees
+        if len(plan.req_ids) == len(requests):  # all of them decode
+            step.proposed = self._drafter.proposer.proposed_after(texts[requests])
             sizes = np.zeros(len(texts), np.int64)
-            sizes[step.rows[step.drafts.rows]] = step.drafts.forest.sizes
+            sizes[requests[trees.rows]] = trees.forest.sizes
             chains.note(sizes[plan.wanted.rows], plan.wanted)
 
     def learn(self, wait: bool = True, kept: int = 0) -> None:
@@ -219,7 +192,7 @@ class LateDrafts:
             elif not step.has_ended:
                 return
             with self._drafter.recorder.timed("draft"):
-                self._draft(_NOTHING, step, self._prepare(_NOTHING, step))
+                self._draft(NOTHING_PLANNED, step, self._prepare(NOTHING_PLANNED, step))
             self._catch_up()
 
     def _work(self, seconds: float) -> None:
@@ -227,19 +200,19 @@ class LateDrafts:
         with self._drafter.surviving("insert texts"):
             self._drafter.proposer.wait(seconds)
 
-    def _follow_new(self, step: LaunchedStep) -> None:
+    def _follow_new(self, step: Step) -> None:
         """Pass the requests of a step that are new to the proposer; needs no tokens."""
         for req_id in step.output.model_runner_output.req_ids:
             if req_id in self._unfollowed:
                 self._unfollowed.remove(req_id)
                 self._follow(req_id, self._requests[req_id])
 
-    def _end(self, step: LaunchedStep) -> None:
+    def _end(self, step: Step) -> None:
         """The tokens of the first step were counted."""
         self._steps.popleft()
         if self._steps:
             self._steps[0].know(step)
-        if step.drafts.forest.num_nodes or self._chains is not None:
+        if step.whole_trees.forest.num_nodes or self._chains is not None:
             self._uncounted.append(step)
 
     def _catch_up(self) -> None:
@@ -253,45 +226,41 @@ class LateDrafts:
                 self._drafter.proposer.learn()
         for step in self._uncounted:
             paths = step.accepted_paths
-            recorder.count_drafts(step.drafts.forest, paths)
-            recorder.counters.moved_tokens += step.drafts.kv_moves(paths).shape[1]
+            recorder.count_drafts(step.whole_trees.forest, paths)
+            recorder.counters.moved_tokens += step.whole_trees.kv_moves(paths).shape[1]
             if self._chains is not None:
                 self._chains.observe(step, paths)
         self._uncounted.clear()
 
     # ---- drafts ----------------------------------------------------------------------------------
 
-    def grow(
-        self,
-        scheduled: SchedulerOutput,
-        chains_only: Collection[str] = (),
-        most: int | None = None,
-        order: Sequence[str] | None = None,
-    ) -> Drafts:
-        """The drafts for the slots of this step, grown from all tokens of the steps before it.
+    def grow(self, step: Step, chains_only: Collection[str] = ()) -> Drafts:
+        """The drafts for the slots of a step, grown from all tokens of the steps before it.
 
-        Requests in `chains_only` get no branches. With `most`, there are at most so many nodes.
-        The drafts have the `order` of these requests, if all of the step decode; a step with the
-        same list as the one before has the same slots.
+        Requests in `chains_only` get no branches. The drafts of a step that vLLM has prepared have
+        the order of its batch.
         """
         self._steps_without_slots = 0
-        plan = self._kept
-        if plan is None or order is not plan.req_ids or self._drafter.reads_reasoning:
+        plan = step.plan  # that of the step before, if it had the same batch
+        if plan is None or self._drafter.reads_reasoning:
+            scheduled, order = step.scheduled, step.prepared and step.prepared.req_ids
             slots = scheduled.scheduled_spec_decode_tokens
             num_slots = {req_id: len(own) for req_id, own in slots.items()}
             plan = self._plan(scheduled.num_scheduled_tokens, num_slots, chains_only, order)
-            self._kept = plan
-        most = min(self._drafter.max_step_nodes, sys.maxsize if most is None else most)
-        if order is not None and (chains := self._chains_alone(plan, most)) is not None:
-            return chains
+            step.plan = plan
+        most = self._drafter.max_step_nodes
+        if step.most_nodes is not None:
+            most = min(most, step.most_nodes)
+            if (chains := self._chains_alone(plan, most)) is not None:
+                return chains
         later = self._num_later(plan.wanted.rows)
         self.learn(kept=later + 1)
-        step = self._steps[0] if len(self._steps) > later else None
-        is_planned = self._prepare(plan, step)
-        if step is not None:
-            self._waiter.wait(step)
+        before = self._steps[0] if len(self._steps) > later else None
+        is_planned = self._prepare(plan, before)
+        if before is not None:
+            self._waiter.wait(before)
         begin = time.perf_counter()
-        drafts = self._draft(plan, step, is_planned, most)
+        drafts = self._draft(plan, before, is_planned, most)
         if self._chains is not None:
             drafts = drafts._replace(whole_chain=self._chains.are_whole(self._drafter.proposer))
         self._drafter.recorder.add_time("draft", begin)
@@ -336,7 +305,7 @@ class LateDrafts:
         slots: Mapping[str, int],
         chains_only: Collection[str] = (),
         order: Sequence[str] | None = None,
-    ) -> _Plan:
+    ) -> Plan:
         """What is known of the step before the tokens of the one before."""
         drafter, requests = self._drafter, self._requests
         prefill = prompts = 0
@@ -360,18 +329,18 @@ class LateDrafts:
         if chains_only:
             may_branch &= [req_id not in chains_only for req_id in decoding]
         wanted = WantedDrafts(rows, np.minimum(nodes, drafter.max_step_nodes), may_branch)
-        return _Plan(decoding, wanted, Load(prefill=prefill, prompts=prompts, waits=True))
+        return Plan(decoding, wanted, Load(prefill=prefill, prompts=prompts, waits=True))
 
     def _num_later(self, rows: Int64s) -> int:
         """How many of the last steps have none of these requests: other stages of a pipeline
         compute them, and their tokens are not awaited."""
         own = set(rows.tolist())
         for later, step in enumerate(reversed(self._steps)):
-            if not own.isdisjoint(step.rows.tolist()):
+            if not own.isdisjoint(step.requests.tolist()):
                 return later
         return len(self._steps)
 
-    def _prepare(self, plan: _Plan, step: LaunchedStep | None) -> bool:
+    def _prepare(self, plan: Plan, step: Step | None) -> bool:
         """Do what needs no tokens of the `step` before; False if the proposer has failed."""
         if self._unfollowed:
             for launched in self._steps:
@@ -384,9 +353,7 @@ class LateDrafts:
             return True
         return False
 
-    def _draft(
-        self, plan: _Plan, step: LaunchedStep | None, is_planned: bool, most: int = 0
-    ) -> Drafts:
+    def _draft(self, plan: Plan, step: Step | None, is_planned: bool, most: int = 0) -> Drafts:
         """Read the tokens of the `step` before, which has ended; returns the planned drafts.
 
         There are at most `most` nodes, and none if the proposer fails.
@@ -415,7 +382,7 @@ class LateDrafts:
             drafts = Drafts(plan.req_ids, *none)
         return self._complete(drafts, wanted, most) if self._grammars else drafts
 
-    def _advance_grammars(self, step: LaunchedStep, emitted: EmittedTokens, spans: Int64s) -> None:
+    def _advance_grammars(self, step: Step, emitted: EmittedTokens, spans: Int64s) -> None:
         """Advance the grammars by the counted tokens of a step."""
         req_ids = step.output.model_runner_output.req_ids
         for req_id, row, (first, end) in zip(
@@ -438,7 +405,7 @@ class LateDrafts:
         forest = DraftForest.of(trees).at_most(most)
         return drafts._replace(forest=forest, from_proposer=~under, pays=forest.num_nodes > 0)
 
-    def _chains_alone(self, plan: _Plan, most: int) -> Drafts | None:
+    def _chains_alone(self, plan: Plan, most: int) -> Drafts | None:
         """See `ChainDrafts.alone`; learns from all steps but the last one."""
         proposer, rows = self._drafter.proposer, plan.wanted.rows
         if self._chains is None or not self.may_be_silent or not self._steps or self._grammars:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,19 +18,18 @@ from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.config import options_of
+from lookahead_vllm.engine.model_runner.step import State, Step
 from lookahead_vllm.verify.node_layout import NodeLayout, width_of
 from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows, placer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-    from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from lookahead_vllm.engine.model_runner.drafts import Drafts
     from lookahead_vllm.engine.worker.attended import GraphBuffers
 
 
@@ -63,71 +61,25 @@ class LateMetadata(dict[str, Any]):
 
 
 class LateShape:
-    """The step of a runner that is prepared before its drafts are known, if it is one.
+    """Writes the rows of the steps of a runner that are prepared before their drafts are known.
 
     Parameters
     ----------
     runner
-        vLLM's.
-    most_late_nodes
-        How many nodes a step of so many requests and slots may get after vLLM has prepared it.
+        vLLM's, which has its KV cache.
+    chains : Tensor or None
+        The tokens of a trained drafter, see `TrainedDrafter`.
 
     Attributes
     ----------
     is_possible : bool
         Whether this engine has such steps.
-    is_open : bool
-        Whether this step is such a step, from `begin` on.
-    awaits_drafts : bool
-        Whether its drafts are not known yet.
-    is_settled : bool
-        Whether nothing is left to be made exact.
-    scheduled : SchedulerOutput
-        The scheduler's output of the step, with all slots.
-    most_nodes : int
-        The most nodes of the step.
-    batch : InputBatch
-        The step as vLLM has prepared it.
-    graph : BatchExecutionDescriptor or None
-        The graph that runs the step, if any.
-    rows : int64 [t]
-        The row of the batch of each of its trees.
-    tables, slots
-        The block tables and the KV slots of the step, which vLLM returned; views of its buffers.
     """
 
-    scheduled: SchedulerOutput
-    most_nodes: int
-    batch: InputBatch
-    rows: Int64s
-    tables: tuple[torch.Tensor, ...]
-    slots: torch.Tensor
-
-    _rows: StepRows
-    _placer: Placer
-    _all_rows: torch.Tensor
-    """int64 [t]: 0, 1, ..."""
-    _memory: Any
-    """Of `_split`, on the host and as the device reads it. It is written again only when the tokens
-    of the step that reads it have arrived."""
-    _packed: torch.Tensor
-    """The same, after the last step was split."""
-    _split: Split
-
-    def __init__(self, runner: GPUModelRunner, most_late_nodes: Callable[[int, int], int]) -> None:
-        self._runner, self._most_late_nodes = runner, most_late_nodes
-        self.is_possible = self.is_open = self.awaits_drafts = False
-        self.is_settled = True
-        self.graph: BatchExecutionDescriptor | None = None
-
-    def use_buffers(self, chains: torch.Tensor | None) -> None:
-        """Call this once the runner has its KV cache.
-
-        `chains` are the tokens of a trained drafter, see `TrainedDrafter`.
-        """
-        runner = self._runner
+    def __init__(self, runner: GPUModelRunner, chains: torch.Tensor | None) -> None:
         self.is_possible = _is_possible(runner)
-        buffers, tables, states = runner.input_buffers, runner.block_tables, runner.req_states
+        buffers, tables = runner.input_buffers, runner.block_tables
+        self._states = states = runner.req_states
         self._rows = StepRows(
             buffers.input_ids,
             buffers.positions,
@@ -135,10 +87,11 @@ class LateShape:
             buffers.query_start_loc,
             buffers.seq_lens,
             tables.slot_mappings,
-            runner.input_buffers.positions.new_empty(len(buffers.input_ids)),
+            buffers.positions.new_empty(len(buffers.input_ids)),
             *buffers.input_ids.new_empty(3, len(buffers.input_ids)),
         )
         self._all_rows = torch.arange(len(buffers.input_ids), device=runner.device)
+        """int64 [t]: 0, 1, ..."""
         self._known_views: dict[tuple[int, int, int, int], dict[str, Any]] = {}
         table = RequestTable(
             states.num_computed_tokens.gpu,
@@ -147,44 +100,29 @@ class LateShape:
             tuple(table.gpu for table in tables.block_tables),
             tuple(tables.block_sizes),
         )
-        self._placer = placer(table, self._rows)
+        self._placer: Placer = placer(table, self._rows)
         most_requests = len(self._rows.lengths)
         size = Split.size(most_requests, len(self._rows.ids))
         memory = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer
-        self._memory = memory(size, torch.int32)
-        self._split = Split(self._memory.np, most_requests)
-        self._split.clear()
+        self._memory: Any = memory(size, torch.int32)
+        """Of `split`, on the host and as the device reads it. It is written again only when the
+        tokens of the step that reads it have arrived."""
+        self._packed: torch.Tensor
+        """The same, after the last step was split."""
+        self.split = Split(self._memory.np, most_requests)
+        """The rows of the step."""
+        self.split.clear()
 
     def warm_up(self) -> None:
         """Compile what a step launches, by a step without requests."""
         none = np.empty(0, np.int64)
-        self._split.write(DraftForest.of([]), none, none)
+        self.split.write(DraftForest.of([]), none, none)
         for lengths in (None, torch.zeros_like(self._rows.lengths)):
             self._placer.place(self._memory.uva(), 0, 0, lengths)
-        self._split.clear()
+        self.split.clear()
 
-    # ---- before the tokens -----------------------------------------------------------------------
-
-    def begin(self, scheduled: SchedulerOutput) -> SchedulerOutput | None:
-        """What vLLM prepares before the drafts are known; None if this step has to wait for them.
-
-        All ranks answer alike. If no graph holds all slots, it is a copy with fewer slots: only
-        their number counts, since the nodes may be of any requests.
-        """
-        self.is_open = self.awaits_drafts = False
-        self.is_settled, self.graph = True, None
-        if not self._only_decodes(scheduled):
-            return None
-        num_reqs = len(scheduled.num_scheduled_tokens)
-        slots = scheduled.total_num_scheduled_tokens - num_reqs
-        self.most_nodes = min(self._most_late_nodes(num_reqs, slots), slots)
-        if not self.most_nodes:
-            return None
-        self.is_open = self.awaits_drafts = True
-        self.is_settled, self.scheduled = False, scheduled
-        return scheduled if self.most_nodes == slots else _cut(scheduled, self.most_nodes)
-
-    def _only_decodes(self, scheduled: SchedulerOutput) -> bool:
+    def can_prepare(self, scheduled: SchedulerOutput) -> bool:
+        """Whether vLLM may prepare a step before its drafts are known; all ranks answer alike."""
         if (
             not self.is_possible
             or not scheduled.scheduled_spec_decode_tokens
@@ -192,24 +130,24 @@ class LateShape:
             or scheduled.has_structured_output_requests
         ):
             return False
-        states = self._runner.req_states
+        states = self._states
         entries = [states.req_id_to_index[i] for i in scheduled.num_scheduled_tokens]
         read = states.num_computed_prefill_tokens[entries]
         return bool((read >= states.prefill_len.np[entries]).all())
 
     # ---- at the model call -----------------------------------------------------------------------
 
-    def split(self, drafts: Drafts) -> Split:
-        """The rows of the step, in the order of the batch."""
-        self.awaits_drafts = False
-        self.rows = drafts.rows_in(self.batch.req_ids)
-        self._split.write(drafts.forest, self.rows, self.batch.idx_mapping_np)
+    def share_out(self, step: Step) -> Split:
+        """The rows of a step whose drafts have come, in the order of the batch."""
+        step.state = State.DRAFTED
+        step.rows = step.drafts.rows_in(step.prepared.req_ids)
+        self.split.write(step.drafts.forest, step.rows, step.prepared.idx_mapping_np)
         self._packed = self._memory.uva()
-        return self._split
+        return self.split
 
     def place(self, num_filled: int) -> None:
-        """Write the rows of the step to vLLM's buffers."""
-        self._placer.place(self._packed, self.batch.num_reqs, num_filled)
+        """Write these rows to vLLM's buffers."""
+        self._placer.place(self._packed, self.split.num_requests, num_filled)
 
     def place_in_graph(self, graph: BatchExecutionDescriptor, buffers: GraphBuffers) -> None:
         """Call this while a graph is captured: it will write the rows of the step that it runs."""
@@ -220,30 +158,29 @@ class LateShape:
 
     def clear(self) -> None:
         """The next graph finds its rows in vLLM's buffers."""
-        self._split.clear()
+        self.split.clear()
         self._memory.uva()
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """The model's inputs, without padding."""
-        count = self._split.num_rows
+        count = self.split.num_rows
         return {"input_ids": self._rows.ids[:count], "positions": self._rows.positions[:count]}
 
     def layout(self, forest: DraftForest) -> NodeLayout:
         """Where the nodes of the step are; all of its rows have logits."""
-        rows = slice(self._split.num_rows)
+        rows = slice(self.split.num_rows)
         parents, places, depths = (part[rows] for part in self._rows[-3:])
         return NodeLayout(parents, places, depths, width_of(forest))
 
     def is_padding(self) -> torch.Tensor:
         """Of the rows without padding, bool [n]: False."""
-        return self._rows.is_padding[: self._split.num_rows]
+        return self._rows.is_padding[: self.split.num_rows]
 
     # ---- after the launch ------------------------------------------------------------------------
 
-    def exact_batch(self, drafts: Drafts) -> InputBatch:
-        """The batch with only the rows in use, and the padding of its graph."""
-        self.is_settled = True
-        graph, batch, split = self.graph, self.batch, self._split
+    def settle(self, step: Step) -> None:
+        """Leave only the rows in use in the batch of a step, and the padding of its graph."""
+        graph, batch, split, drafts = step.graph, step.prepared, self.split, step.drafts
         num_reqs, num_rows = split.num_requests, split.num_rows
         padded_reqs = num_reqs if graph is None else graph.num_reqs or num_reqs
         padded = num_rows if graph is None else graph.num_tokens
@@ -252,7 +189,7 @@ class LateShape:
         sizes: Int32s = np.diff(split.starts)
         contexts = batch.num_computed_tokens_np.copy()  # an upper bound
         is_known = drafts.num_tokens > 0
-        contexts[self.rows[is_known]] = drafts.num_tokens[is_known] - 1
+        contexts[step.rows[is_known]] = drafts.num_tokens[is_known] - 1
         lengths = np.zeros(padded_reqs, np.int32)
         lengths[:num_reqs] = contexts + sizes
         num_nodes = num_rows - num_reqs
@@ -268,7 +205,7 @@ class LateShape:
             cu_num_logits_np=starts[: num_reqs + 1],
             max_query_len=None if graph is None else graph.max_query_len,
         )
-        return exact
+        step.batch, step.state = exact, State.EXACT
 
     def _views(self, num_reqs: int, padded_reqs: int, num_rows: int, padded: int) -> dict[str, Any]:
         """The fields of a batch that are views of the buffers, made once for each size."""
@@ -291,23 +228,6 @@ class LateShape:
             if len(self._known_views) > MAX_KNOWN_VIEWS:
                 del self._known_views[next(iter(self._known_views))]
         return self._known_views[shape]
-
-
-def _cut(scheduled: SchedulerOutput, most: int) -> SchedulerOutput:
-    """A copy with `most` slots, of the first requests."""
-    slots: dict[str, list[int]] = {}
-    counts = dict.fromkeys(scheduled.num_scheduled_tokens, 1)
-    for req_id, own in scheduled.scheduled_spec_decode_tokens.items():
-        if most:
-            slots[req_id] = own[:most]
-            counts[req_id] += len(slots[req_id])
-            most -= len(slots[req_id])
-    return replace(
-        scheduled,
-        num_scheduled_tokens=counts,
-        total_num_scheduled_tokens=sum(counts.values()),
-        scheduled_spec_decode_tokens=slots,
-    )
 
 
 def _is_possible(runner: GPUModelRunner) -> bool:

@@ -25,7 +25,7 @@ from lookahead_vllm.draft.parts import ForestParts, cut_into_parts
 from lookahead_vllm.engine.model_runner.drafts import Drafts
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.model_runner.sampler import NodeSampler, RootSampler
-from lookahead_vllm.engine.model_runner.step_trees import StepTrees
+from lookahead_vllm.engine.model_runner.step import Step, ThisStep
 from lookahead_vllm.engine.worker.replicas import (
     AcceptedKV,
     ReplicaGroup,
@@ -52,9 +52,9 @@ class ReplicaSampler(NodeSampler):
     max_rows = sys.maxsize
 
     def __init__(
-        self, sampler: RootSampler, trees: StepTrees, accept: Callable[[torch.Tensor], Walk]
+        self, sampler: RootSampler, this_step: ThisStep, accept: Callable[[torch.Tensor], Walk]
     ) -> None:
-        super().__init__(sampler, trees)
+        super().__init__(sampler, this_step)
         self._accept = accept
 
     def _walk(self, sampled: torch.Tensor, *args: Any) -> Walk:
@@ -77,7 +77,7 @@ class ReplicaRunner(LookaheadRunner):
         """Requests whose drafts every rank verifies whole."""
 
     def _make_node_sampler(self, sampler: RootSampler, *args: Any, **kwargs: Any) -> NodeSampler:
-        return ReplicaSampler(sampler, self.trees, self._accept)
+        return ReplicaSampler(sampler, self._this_step, self._accept)
 
     def warm_up_drafting(self) -> None:
         super().warm_up_drafting()
@@ -96,9 +96,9 @@ class ReplicaRunner(LookaheadRunner):
         super().finish_requests(scheduler_output)
         self._verified_whole -= scheduler_output.finished_req_ids
 
-    def _take(self, drafts: Drafts) -> None:
+    def _take(self, step: Step, drafts: Drafts) -> None:
         whole = get_world_group().broadcast_object(drafts, src=0)
-        super()._take(whole)
+        super()._take(step, whole)
         is_whole = [
             not self.drafter.may_branch or req_id in self._verified_whole
             for req_id in whole.req_ids
@@ -107,49 +107,49 @@ class ReplicaRunner(LookaheadRunner):
             whole.forest, self._replicas.size, np.array(is_whole, np.bool_)
         )
         own = whole.forest.keep(self._parts.contains[self._replicas.rank])
-        self.trees.drafts = whole._replace(forest=own)
+        step.drafts = whole._replace(forest=own)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> InputBatch:
         batch: InputBatch = super().prepare_inputs(*args, **kwargs)
-        if self.trees.whole.forest.num_nodes and not batch.num_draft_tokens:
+        if self.step.whole.forest.num_nodes and not batch.num_draft_tokens:
             batch.num_draft_tokens = 1  # so that vLLM samples as on the ranks that have nodes
         return batch
 
-    def _place(self, batch: InputBatch, slots: torch.Tensor) -> None:
-        super()._place(batch, slots)
-        whole = self.trees.whole
+    def _place(self, step: Step) -> None:
+        super()._place(step)
+        batch, whole = step.batch, step.whole
         counts = batch.num_scheduled_tokens.copy()
         counts[whole.rows_in(batch.req_ids)] = 1 + whole.forest.sizes  # as if it had all nodes
-        self.trees.whole_step = whole.in_batch(batch.req_ids, counts)
+        step.whole_trees = whole.in_batch(batch.req_ids, counts)
 
     def _move(self, *args: Any) -> None:
         """Nothing: `_accept` has moved all KV."""
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        if grammar_output is not None and self.trees.whole.forest.num_nodes:
+        if grammar_output is not None and self.step.whole.forest.num_nodes:
             contains = self._parts.contains[self._replicas.rank]
-            whole = self.trees.whole
+            whole = self.step.whole
             grammar_output = masks_of_part(grammar_output, whole.forest, whole.req_ids, contains)
         return super().sample_tokens(grammar_output)
 
     def sample(self, *args: Any) -> Any:
         output = super().sample(*args)
-        if not self.trees.whole.forest.num_nodes:
+        if not self.step.whole.forest.num_nodes:
             self._replicas.broadcast(output[0].sampled_token_ids, 0)
         return output
 
     # ---- what all ranks accept -------------------------------------------------------------------
 
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
-        if self.trees.whole.forest.num_nodes:
+        if self.step.whole.forest.num_nodes:
             self._choices = own_choices(logits, self._num_choices)
         else:
             super()._observe(logits, batch)
 
     def _accept(self, sampled: torch.Tensor) -> Walk:
         """The accepted paths of all requests of the batch, given the tokens of this rank's rows."""
-        batch, forest = self._batch, self.trees.whole.forest
-        rows = self.trees.whole.rows_in(batch.req_ids)
+        batch, forest = self.step.batch, self.step.whole.forest
+        rows = self.step.whole.rows_in(batch.req_ids)
         assert self._choices is not None
         every = exchange(
             self._replicas,
@@ -165,7 +165,7 @@ class ReplicaRunner(LookaheadRunner):
         self._share_accepted(paths, rows)
         if self.drafter.proposer.num_choices:
             best, gaps = every.choices
-            self.trees.verified = self.trees.whole_step.verified(
+            self.step.verified = self.step.whole_trees.verified(
                 lambda places: Choices(best[places], gaps[places]),
                 every.num_nodes,
                 batch.req_ids,
@@ -182,10 +182,10 @@ class ReplicaRunner(LookaheadRunner):
 
     def _order(self, paths: Int32s, rows: Int64s) -> Int64s:
         """`Walk.order` of this rank's rows; right for the trees that it verifies whole."""
-        firsts = self._batch.cu_num_logits_np
+        firsts = self.step.batch.cu_num_logits_np
         order = np.arange(firsts[-1], dtype=np.int64)
         for tree, path in enumerate(paths):
-            if self.trees.whole.req_ids[tree] in self._verified_whole:
+            if self.step.whole.req_ids[tree] in self._verified_whole:
                 first = firsts[rows[tree]] + 1
                 path = path[path >= 0]
                 order[first : first + len(path)] = first + path
@@ -193,9 +193,9 @@ class ReplicaRunner(LookaheadRunner):
 
     def _share_accepted(self, paths: Int32s, rows: Int64s) -> None:
         """Move the accepted nodes' KV to the slots right after the roots, on all ranks."""
-        whole = self.trees.whole
+        whole = self.step.whole
         kv = AcceptedKV.of(whole.forest, self._parts, paths, self._replicas.rank)
-        entries = self._batch.idx_mapping_np[rows[kv.trees]]
+        entries = self.step.batch.idx_mapping_np[rows[kv.trees]]
         roots = whole.num_tokens[kv.trees] - 1
         tables = self.block_tables
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,12 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
-from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.config import options_of
@@ -31,14 +31,14 @@ from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.model_runner.grammar_masks import GrowingMasks
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.late_shape import LateMetadata, LateShape
-from lookahead_vllm.engine.model_runner.prepared_step import PreparedStep
 from lookahead_vllm.engine.model_runner.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.model_runner.slots import filled, write_lengths, write_tokens
 from lookahead_vllm.engine.model_runner.speculator import LateSpeculator, without_dense_texts
 from lookahead_vllm.engine.model_runner.stages import ComputedTrees
-from lookahead_vllm.engine.model_runner.step_trees import StepTrees
+from lookahead_vllm.engine.model_runner.step import State, Step
 from lookahead_vllm.engine.model_runner.trained_drafter import TrainedDrafter, make_speculator
 from lookahead_vllm.engine.worker import branching, recurrent
+from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.attention import TreeAttention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
@@ -46,14 +46,12 @@ from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import begin_to_draft
 from lookahead_vllm.verify.node_layout import NodeLayout
-from lookahead_vllm.verify.place import Split
 from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
@@ -69,13 +67,12 @@ def _no_slots(*_: Any, **__: Any) -> None:
 class LookaheadRunner(DummyRuns):
     """Mixin for vLLM's V2 model runners; list it first among the base classes.
 
-    vLLM calls the stations of a step in this order. What they know of the step's trees is in
-    `trees`.
+    vLLM calls the stations of a step in this order. What they find out is kept in `step`.
 
     1. `finish_requests`, `add_requests`, `update_requests`: requests end and begin.
     2. `gather_batch_req_state`: a step that only decodes is left as it is, for vLLM to prepare with
-       all its slots (`LateShape.begin`). Any other step waits for the tokens of the step before; it
-       goes on with a copy that has only the slots in use (`_fill_slots`).
+       all its slots (`_begin`). Any other step waits for the tokens of the step before; it goes on
+       with a copy that has only the slots in use (`_fill_slots`).
     3. `prepare_inputs`, `prepare_attn`: the nodes get their places (`_place`), and attention gets
        the trees (`_attend`).
     4. The model call, `_forward`, or in a graph `GraphRunner._choose_graph`: a step that is
@@ -91,7 +88,10 @@ class LookaheadRunner(DummyRuns):
     execute_model_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.trees = StepTrees()
+        self.step = Step(SchedulerOutput.make_empty())
+        """This step, until the next one begins."""
+        self.attended = AttendedTrees()
+        """What attention computes in the next forward pass, of a step or a dummy run."""
         sparse_states = partial(without_dense_texts, model_runner.RequestState)
         with (
             patches.swapped(model_runner, "init_speculator", self._make_speculator),
@@ -101,24 +101,14 @@ class LookaheadRunner(DummyRuns):
         self.drafter = LookaheadDrafter(self.vllm_config)
         self._grammars = GrammarCopies(self.vllm_config)
         self._late = LateDrafts(self.drafter, self._grammars)
-        self._shape = LateShape(self, self.most_late_nodes)
-        """Whether the shape of this step is known before its drafts, and what follows from it."""
-        self._prepared = PreparedStep()
-        """What vLLM has prepared, for the next step of the same batch."""
+        self._shape: LateShape
+        """Writes the rows of steps that are prepared before their drafts are known."""
         self._has_windows = False
         """Whether layers let go of blocks that have left their windows."""
-        self._scheduled: SchedulerOutput
-        """The scheduler's output of this step, with the slots that vLLM prepares."""
         self._num_logits: Int32s | None = None
         """The rows of logits of each request, until the step's adapters are set."""
-        self._batch: InputBatch
-        """The batch of this step."""
-        self._work: StepWork | None = None
-        """What the time of this step depends on."""
         self._clock = StepClock(overlaps=True)
         """Ticks when a step is launched."""
-        self._elapsed: float | None = None
-        """Seconds from the launch of the step before to that of this one; None if unknown."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
 
@@ -131,14 +121,17 @@ class LookaheadRunner(DummyRuns):
             super().load_model(*args, **kwargs)
         state = self.model_state
         if getattr(state, "rope_state", None) is not None:
-            model_states.add_depths(state, self.trees)
+            model_states.add_depths(state, self._this_step)
         if self.model_config.is_hybrid:
             with_chains = self.attention.replaces_recurrent_chains
-            model_states.add_parents(state, self.trees, with_chains)
+            model_states.add_parents(state, self.attended, with_chains)
         elif self.trained is None:
-            model_states.wait_for_drafts(state, self._shape)
+            model_states.wait_for_drafts(state, self._this_step)
         if self.compilation_config.mode == CompilationMode.NONE:
             self.model.forward = partial(self._forward, self.model.forward)
+
+    def _this_step(self) -> Step:
+        return self.step
 
     def _make_speculator(
         self, config: VllmConfig, device: torch.device, states: RequestState
@@ -147,12 +140,12 @@ class LookaheadRunner(DummyRuns):
         if options_of(config).drafter is None:
             return LateSpeculator(config, device, states)
         speculator = make_speculator(config, device, states)
-        self.trained = TrainedDrafter(self, self.trees, speculator, states)
+        self.trained = TrainedDrafter(self, self._this_step, speculator, states)
         return speculator
 
     def _make_node_sampler(self, sampler: RootSampler, *args: Any, **kwargs: Any) -> NodeSampler:
         """What takes the place of vLLM's rejection sampler."""
-        return NodeSampler(sampler, self.trees)
+        return NodeSampler(sampler, self._this_step)
 
     # ---- what may branch -------------------------------------------------------------------------
 
@@ -162,7 +155,7 @@ class LookaheadRunner(DummyRuns):
         without = () if self.trained is None else self.trained.layers
         self._builders = [group.get_metadata_builder(0) for group in groups]
         for builder in self._builders:
-            builder.attended = self.trees.attended
+            builder.attended = self.attended
         cache_groups = self.kv_cache_config.kv_cache_groups
         self._has_windows = not all(
             isinstance(group.kv_cache_spec, FullAttentionSpec) for group in cache_groups
@@ -175,7 +168,7 @@ class LookaheadRunner(DummyRuns):
         if self.model_config.is_hybrid:
             layers = self.compilation_config.static_forward_context
             recurrent.start(groups, layers, self.device, self.num_speculative_steps)
-        self._shape.use_buffers(None if self.trained is None else self.trained.tokens)
+        self._shape = LateShape(self, None if self.trained is None else self.trained.tokens)
 
     # ---- draft -----------------------------------------------------------------------------------
 
@@ -198,27 +191,52 @@ class LookaheadRunner(DummyRuns):
         for req_id, counts in kept_blocks.items():
             num_blocks[:, self.req_states.req_id_to_index[req_id]] = counts
         super().update_requests(scheduler_output)
-        self._prepared.note(scheduler_output, bool(kept_blocks) or self._has_windows)
+        if (
+            scheduler_output.scheduled_new_reqs
+            or scheduler_output.finished_req_ids
+            or scheduler_output.preempted_req_ids
+        ):
+            self.step.may_repeat = False
 
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
-        if not dummy_run:
-            self._clock.pause(messages.pause_before(scheduler_output))
-            if not self.use_pp:
-                self.trees.forget()
-            prepared = self._shape.begin(scheduler_output)
-            scheduler_output = prepared or self._fill_slots(scheduler_output)
-            self._scheduled = scheduler_output
-            if self._prepared.begin(prepared):
-                return self._prepared.found
+        if dummy_run:
+            self.step.may_repeat = False  # it uses the same buffers
         else:
-            self._prepared.forget()
+            self._clock.pause(messages.pause_before(scheduler_output))
+            step = self._begin(scheduler_output)
+            if step.repeats:
+                return step.found
+            scheduler_output = step.shaped
         # vLLM would put a prompt that has as many tokens as the longest draft before requests
         # without drafts, and recurrent layers take what follows a prompt for prompts.
         with patches.swapped(self, "decode_query_len", 1):
-            found = self._prepared.found = super().gather_batch_req_state(
-                scheduler_output, dummy_run
-            )
+            found = super().gather_batch_req_state(scheduler_output, dummy_run)
+        if not dummy_run:
+            self.step.found = found
         return found
+
+    def _begin(self, scheduled: SchedulerOutput) -> Step:
+        """A step begins: either vLLM prepares it as it is, or its drafts are grown first."""
+        last = self.step
+        if self.use_pp:
+            step = last  # see `draft_for_stages`
+        else:
+            step = self.step = Step(scheduled, last.work)
+        if self._shape.can_prepare(scheduled):
+            slots = step.num_slots
+            most = min(self.most_late_nodes(len(scheduled.num_scheduled_tokens), slots), slots)
+            if most:
+                step.prepare_early(most)
+                step.follow(last)
+                new_blocks = scheduled.scheduled_cached_reqs.new_block_ids
+                step.has_new_blocks = (
+                    self._has_windows
+                    or new_blocks.count(None) < len(new_blocks)
+                    or bool(messages.kept_blocks(scheduled))
+                )
+                return step
+        step.shaped = self._fill_slots(step)
+        return step
 
     def most_late_nodes(self, num_reqs: int, slots: int) -> int:
         """How many nodes a step that only decodes may get after vLLM has prepared it.
@@ -227,16 +245,17 @@ class LookaheadRunner(DummyRuns):
         """
         return slots if self.compilation_config.mode == CompilationMode.NONE else 0
 
-    def _fill_slots(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+    def _fill_slots(self, step: Step) -> SchedulerOutput:
         """The scheduler's output with drafts in place of slots."""
-        slots, states = scheduled.scheduled_spec_decode_tokens, self.req_states
+        scheduled, states = step.scheduled, self.req_states
+        slots = scheduled.scheduled_spec_decode_tokens
         if not slots:
             return scheduled
         rows = torch.tensor([states.req_id_to_index[req_id] for req_id in slots])
         rows = to_device(rows, self.device)
         if not self.use_pp:
-            self._draft(scheduled)  # waits for the step before
-        drafts = self.trees.drafts
+            self._draft(step)  # waits for the step before
+        drafts = step.drafts
         write_tokens(states, drafts, list(slots), rows)
         write_lengths(states, drafts)
         return filled(scheduled, drafts)
@@ -249,11 +268,11 @@ class LookaheadRunner(DummyRuns):
         """
         if not self.use_pp:
             return
-        self.trees.forget()
-        if scheduled.scheduled_spec_decode_tokens:
+        step = self.step = Step(scheduled, self.step.work)
+        if step.has_slots:
             stages = get_pp_group()
-            drafts = self._grow(scheduled) if stages.is_last_rank else None
-            self._take(stages.broadcast_object(drafts, src=stages.world_size - 1))
+            drafts = self._grow(step) if stages.is_last_rank else None
+            self._take(step, stages.broadcast_object(drafts, src=stages.world_size - 1))
 
     def update_pp_decode_requests(self) -> None:
         """On the stages before the last one: also move the KV of what has been accepted."""
@@ -267,36 +286,24 @@ class LookaheadRunner(DummyRuns):
                 self._branching.movers, pending.sampled_tokens, now != pending.gen_at_receive_np
             )
 
-    def _draft(
-        self,
-        scheduled: SchedulerOutput,
-        most: int | None = None,
-        order: Sequence[str] | None = None,
-    ) -> None:
-        """Draft for this step; the arguments are those of `_grow`."""
-        self._take(self._grow(scheduled, most, order))
+    def _draft(self, step: Step) -> None:
+        """Wait for the tokens of the step before, and draft."""
+        self._take(step, self._grow(step))
 
-    def _grow(
-        self,
-        scheduled: SchedulerOutput,
-        most: int | None = None,
-        order: Sequence[str] | None = None,
-    ) -> Drafts:
-        """The drafts of this step, the same on every rank; at most so many nodes in all."""
+    def _grow(self, step: Step) -> Drafts:
+        """The drafts of a step, the same on every rank."""
         drafter, drafts = self.drafter, NO_TREES
         if drafter.is_drafting_rank:
-            drafts = self._late.grow(scheduled, self._chains_only(scheduled), most, order)
+            drafts = self._late.grow(step, self._chains_only(step.scheduled))
             drafter.recorder.report.budgets.append(drafts.forest.num_nodes)
         group = get_tp_group()
         if group.world_size > 1:
             drafts = group.broadcast_object(drafts, src=0)
         return drafts
 
-    def _take(self, drafts: Drafts) -> None:
-        """These are the drafts of this step."""
-        trees = self.trees
-        trees.drafts = trees.whole = drafts
-        trees.has_slots = True
+    def _take(self, step: Step, drafts: Drafts) -> None:
+        """These are the drafts of a step."""
+        step.drafts = step.whole = drafts
 
     def _chains_only(self, scheduled: SchedulerOutput) -> set[str]:
         """Requests with a custom logits processor, which takes the rows before a row as history."""
@@ -311,13 +318,13 @@ class LookaheadRunner(DummyRuns):
     # ---- place -----------------------------------------------------------------------------------
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        kept = self._prepared
-        if kept.is_reused:
-            batch = self._batch = kept.batch
+        step = self.step
+        if step.repeats:
+            batch = step.batch = step.prepared
             lengths = self.req_states.num_computed_tokens_np
             batch.num_computed_tokens_np = lengths[batch.idx_mapping_np]
             return batch
-        batch = self._batch = kept.batch = super().prepare_inputs(self._scheduled, *args, **kwargs)
+        batch = step.batch = step.prepared = super().prepare_inputs(step.shaped, *args, **kwargs)
         self._num_logits = np.diff(batch.cu_num_logits_np)
         return batch
 
@@ -331,48 +338,45 @@ class LookaheadRunner(DummyRuns):
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
-        kept, shape = self._prepared, self._shape
-        if not kept.is_reused:
-            tables, slots = super().prepare_attn(input_batch)  # slots follow linear positions
-        else:
-            tables, slots = shape.tables, shape.slots
-            if kept.has_new_blocks:  # the slots follow when the rows are placed
-                with patches.swapped(self.block_tables, "compute_slot_mappings", _no_slots):
-                    tables, _ = super().prepare_attn(input_batch)
-        shape.batch, shape.tables, shape.slots = input_batch, tables, slots
-        if shape.is_open:
+        step = self.step
+        if not step.repeats:  # slots follow linear positions
+            step.tables, step.slots = super().prepare_attn(input_batch)
+        elif step.has_new_blocks:  # the slots follow when the rows are placed
+            with patches.swapped(self.block_tables, "compute_slot_mappings", _no_slots):
+                step.tables, _ = super().prepare_attn(input_batch)
+        if step.is_late:
             self._attend(NO_DRAFTS)
-            return tables, slots
-        if self.trees.whole.forest.num_nodes:
-            self._place(input_batch, slots)
-        self._attend(self.trees.step)
-        self._elapsed = self._clock.tick()
-        return tables, slots
+        else:
+            if step.whole.forest.num_nodes:
+                self._place(step)
+            self._attend(step.trees)
+            step.elapsed = self._clock.tick()
+        return step.tables, step.slots
 
-    def _attend(self, step: DraftStep) -> None:
+    def _attend(self, trees: DraftStep) -> None:
         """Give attention the trees of the next forward pass, of a step or a dummy run."""
-        self.trees.attended_step = step
-        self.trees.attended.trees = step.trees(self._branching.of_chains)
+        self.attended.step = trees
+        self.attended.trees = trees.trees(self._branching.of_chains)
 
-    def _place(self, batch: InputBatch, slots: torch.Tensor) -> None:
+    def _place(self, step: Step) -> None:
         """Find the drafts' rows of the batch, and set the nodes' positions."""
-        step, layout = self._lay_out(batch, slots)
-        if step.branches:
-            batch.positions[batch.logits_indices] += layout.shifts
+        self._lay_out(step)
+        assert step.layout is not None
+        if step.trees.branches:
+            step.batch.positions[step.batch.logits_indices] += step.layout.shifts
 
-    def _lay_out(self, batch: InputBatch, slots: torch.Tensor) -> tuple[DraftStep, NodeLayout]:
+    def _lay_out(self, step: Step) -> None:
         """Find the drafts' rows of the batch, and of its logits."""
-        trees = self.trees
-        step = trees.drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
-        if self._shape.is_open:
-            layout = self._shape.layout(step.forest)
+        batch = step.batch
+        trees = step.drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
+        if step.is_late:
+            layout = self._shape.layout(trees.forest)
         else:
             ends = batch.cu_num_logits_np
-            layout = NodeLayout.build(step.forest, step.rows, ends, self.device)
-        trees.step = trees.whole_step = step
-        trees.layout = layout
-        trees.move = partial(self._move, slots) if step.branches else None
-        return step, layout
+            layout = NodeLayout.build(trees.forest, trees.rows, ends, self.device)
+        step.trees = step.whole_trees = trees
+        step.layout = layout
+        step.move = partial(self._move, step.slots) if trees.branches else None
 
     def _move(self, slots: torch.Tensor, path: Walk, requests: slice, ends: torch.Tensor) -> None:
         """Move the accepted nodes' KV to the slots right after the root's, and their states.
@@ -392,40 +396,34 @@ class LookaheadRunner(DummyRuns):
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         """Replaces the model's: a step outside of graphs gets its drafts, and only their rows."""
-        shape = self._shape
-        if shape.awaits_drafts:
-            self._draft_late()
-            shape.place(shape.batch.num_tokens_after_padding)
+        step, shape = self.step, self._shape
+        if step.state is State.PREPARED:
+            self._draft(step)
+            shape.share_out(step)
+            shape.place(step.batch.num_tokens_after_padding)
             inputs |= shape.inputs()
             context = get_forward_context()
             context.is_padding = shape.is_padding()
-            context.attn_metadata = LateMetadata(self._build_metadata)
-            self._elapsed = self._clock.tick()
+            context.attn_metadata = LateMetadata(partial(self._build_metadata, step))
+            step.elapsed = self._clock.tick()
         return forward(*args, **inputs)
 
-    def _draft_late(self) -> Split:
-        """Wait for the tokens of the step before, and draft; returns the rows of this step."""
-        shape = self._shape
-        req_ids = shape.batch.req_ids
-        self._draft(shape.scheduled, shape.most_nodes, req_ids)
-        return shape.split(self.trees.drafts)
-
-    def _build_metadata(self) -> dict[str, Any]:
+    def _build_metadata(self, step: Step) -> dict[str, Any]:
         """Attention's metadata of a step outside of graphs."""
-        self._settle()
-        slots = self._shape.slots[:, : self._batch.num_tokens]
+        self._settle(step)
+        slots = step.slots[:, : step.batch.num_tokens]
         by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
         get_forward_context().slot_mapping = by_layer
-        self._attend(self.trees.step)
-        return self._metadata_of(self._batch, CUDAGraphMode.NONE)
+        self._attend(step.trees)
+        return self._metadata_of(step, CUDAGraphMode.NONE)
 
-    def _metadata_of(self, batch: InputBatch, mode: CUDAGraphMode) -> dict[str, Any]:
-        shape = self._shape
+    def _metadata_of(self, step: Step, mode: CUDAGraphMode) -> dict[str, Any]:
+        batch = step.batch
         metadata: dict[str, Any] = self.model_state.prepare_attn(
             batch,
             mode,
-            tuple(table[: batch.num_reqs_after_padding] for table in shape.tables),
-            shape.slots[:, : batch.num_tokens_after_padding],
+            tuple(table[: batch.num_reqs_after_padding] for table in step.tables),
+            step.slots[:, : batch.num_tokens_after_padding],
             self.attn_groups,
             self.kv_cache_config,
         )
@@ -433,15 +431,14 @@ class LookaheadRunner(DummyRuns):
 
     # ---- after the launch ------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Once the rows of such a step are placed: its batch with exact shapes, and its report."""
-        shape = self._shape
-        if shape.is_settled:
+    def _settle(self, step: Step) -> None:
+        """Once the rows of such a step are placed: its batch with exact shapes."""
+        if step.state is State.EXACT:
             return
-        assert not shape.awaits_drafts, "vLLM has run the model in another way"
-        batch = self._batch = shape.exact_batch(self.trees.drafts)
-        if self.trees.drafts.forest.num_nodes:
-            self._lay_out(batch, shape.slots)
+        assert step.state is State.DRAFTED, "vLLM has run the model in another way"
+        self._shape.settle(step)
+        if step.drafts.forest.num_nodes:
+            self._lay_out(step)
 
     def sample(self, *args: Any) -> Any:
         output, *counts = super().sample(*args)
@@ -453,14 +450,13 @@ class LookaheadRunner(DummyRuns):
 
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
         """Start to copy the model's choices to the host, for proposers that need them."""
-        drafter, step = self.drafter, self.trees.step
-        num_choices = drafter.proposer.num_choices
-        if not num_choices or not self.trees.has_slots:
+        step, num_choices = self.step, self.drafter.proposer.num_choices
+        if not num_choices or not step.has_slots:
             return
-        if not self.trees.whole.waited:  # the host does not know the texts before these nodes
+        if not step.whole.waited:  # the host does not know the texts before these nodes
             return
         sizes = np.diff(batch.cu_num_logits_np) - 1
-        self.trees.verified = step.collect_choices(
+        step.verified = step.trees.collect_choices(
             logits,
             sizes.astype(np.int64),
             batch.req_ids,
@@ -470,45 +466,47 @@ class LookaheadRunner(DummyRuns):
         )
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        if self._shape.is_open and self.execute_model_state is not None:
-            self._settle()
-            self.execute_model_state = self.execute_model_state._replace(input_batch=self._batch)
+        step = self.step
+        if step.is_late and self.execute_model_state is not None:
+            self._settle(step)
+            self.execute_model_state = self.execute_model_state._replace(input_batch=step.batch)
         # Without steps, vLLM does not overwrite its drafts by -1, which later graphs would embed as
         # padding. Stages of a pipeline send each other drafts, and run no such graphs.
         steps = self.num_speculative_steps if self.use_pp else 0
         with patches.swapped(self, "num_speculative_steps", steps):
             output = super().sample_tokens(grammar_output)
-        if not self.is_last_pp_rank and self.trees.step.branches:
-            self._keep_trees()
+        if not self.is_last_pp_rank and step.trees.branches:
+            self._keep_trees(step)
         if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:
             return output
-        late, trees = self._late, self.trees
-        self._measure(waited=trees.has_slots and trees.whole.waited)
-        if trees.has_slots:
-            report = LateReport(trees.whole.sizes, trees.whole.pays)
+        late = self._late
+        self._measure(step)
+        if step.has_slots:
+            report = LateReport(step.whole.sizes, step.whole.pays)
         else:
-            scheduled = self._scheduled.num_scheduled_tokens
+            scheduled = step.scheduled.num_scheduled_tokens
             report = LateReport({}, late.would_pay(scheduled))
             if late.could_draft(scheduled):
                 self.drafter.recorder.report.budgets.append(0)
-        chains = None if self.trained is None else self.trained.chains
-        late.add_step(output, trees.whole_step, trees.verified, chains)
+        step.output = output
+        step.chains = None if self.trained is None else self.trained.chains
+        late.add_step(step)
         messages.attach(output.model_runner_output, report)
         step_report.attach(output.model_runner_output, self.drafter.recorder.take_report())
         return output
 
-    def _keep_trees(self) -> None:
+    def _keep_trees(self, step: Step) -> None:
         """On the stages before the last one: keep branching trees until their tokens arrive.
 
         They are on what vLLM awaits, and read in `update_pp_decode_requests`.
         """
-        layout, pending = self.trees.layout, self.pp_handler.queue[-1]
+        layout, pending = step.layout, self.pp_handler.queue[-1]
         assert layout is not None
         if pending is not None:
-            setattr(pending, _TREES, ComputedTrees.of(layout, self._batch, self._shape.slots))
+            setattr(pending, _TREES, ComputedTrees.of(layout, step.batch, step.slots))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        drafts = self.trees.whole
+        drafts = self.step.whole
         drafted = np.flatnonzero(drafts.forest.sizes)
         forest = drafts.forest.take(drafted, drafts.forest.sizes[drafted])
         return messages.drafts_of([drafts.req_ids[i] for i in drafted.tolist()], forest)
@@ -522,18 +520,18 @@ class LookaheadRunner(DummyRuns):
         """Passes to measure the cost of a step with."""
         return RunnerPasses(self)
 
-    def _measure(self, waited: bool) -> None:
-        """Measure the last step: the time from its launch to this one, which `waited` for drafts.
+    def _measure(self, step: Step) -> None:
+        """Measure the step before: the time from its launch to this one, which may have waited.
 
         A step that is followed by the step of a new request is not measured.
         """
-        elapsed, work, self._work = self._elapsed, self._work, None
-        drafter, batch = self.drafter, self._batch
-        if elapsed is not None and work is not None and not self._scheduled.scheduled_new_reqs:
-            drafter.observe_step(work._replace(waits=waited), elapsed)
+        work, batch = step.work_before, step.batch
+        if step.elapsed is not None and work and not step.scheduled.scheduled_new_reqs:
+            waited = step.has_slots and step.whole.waited
+            self.drafter.observe_step(work._replace(waits=waited), step.elapsed)
         if not batch.has_prefill:
             computed = self._late.num_computed(batch.req_ids)
-            self._work = self.trees.step.work(batch.num_scheduled_tokens, computed)
+            step.work = step.trees.work(batch.num_scheduled_tokens, computed)
 
     def shutdown(self) -> None:
         try:

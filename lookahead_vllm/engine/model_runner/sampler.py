@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine.model_runner.node_history import NodeHistory
-from lookahead_vllm.engine.model_runner.step_trees import StepTrees
+from lookahead_vllm.engine.model_runner.step import Step, ThisStep
 from lookahead_vllm.verify.walk import Walk, walk
 
 MAX_CHUNK_BYTES = 256 << 20
@@ -93,8 +93,8 @@ class NodeSampler:
     ----------
     sampler
         Samples at every row.
-    trees
-        The runner's.
+    this_step
+        Returns the step whose rows it samples.
 
     Attributes
     ----------
@@ -106,10 +106,10 @@ class NodeSampler:
     max_rows: int | None = None
     """How many rows are sampled at once; None for as many as memory allows."""
 
-    def __init__(self, sampler: RootSampler, trees: StepTrees) -> None:
+    def __init__(self, sampler: RootSampler, this_step: ThisStep) -> None:
         self.sampler = sampler
         self.history = NodeHistory(sampler)
-        self._trees = trees
+        self._this_step = this_step
 
     def __call__(
         self,
@@ -118,14 +118,14 @@ class NodeSampler:
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        sampler, batch = self.sampler, input_batch
+        sampler, batch, step = self.sampler, input_batch, self._this_step()
         sampler.observe(logits, batch)
         num_nans = None
         if sampler.compute_nans:
             num_nans = get_num_nans(logits)[batch.cu_num_logits[:-1].long()]
         logprobs = sampler.get_logprobs_dims(batch.idx_mapping_np)
         parts = [
-            self._verify(logits, batch, chunk, logprobs)
+            self._verify(step, logits, batch, chunk, logprobs)
             for chunk in chunks_of(
                 batch.cu_num_logits_np, self.max_rows or max_chunk_rows(logits.shape[1])
             )
@@ -138,8 +138,8 @@ class NodeSampler:
                     [part.logprobs for part in parts],
                     cu_num_generated_tokens=batch.cu_num_logits_np.tolist(),
                 )
-        if self._trees.move is not None:
-            self._trees.order = order
+        if step.move is not None:
+            step.order = order
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             counts,
             batch.seq_lens,
@@ -157,6 +157,7 @@ class NodeSampler:
 
     def _verify(
         self,
+        step: Step,
         logits: torch.Tensor,
         batch: InputBatch,
         chunk: Chunk,
@@ -166,7 +167,7 @@ class NodeSampler:
 
         `logprobs` is what vLLM's `get_logprobs_dims` returns for the whole batch.
         """
-        sampler, layout, (requests, rows) = self.sampler, self._trees.layout, chunk
+        sampler, layout, (requests, rows) = self.sampler, step.layout, chunk
         assert layout is not None
         logits, parents = logits[rows], layout.parents[rows]
         ends = batch.cu_num_logits[requests.start : requests.stop + 1]
@@ -176,7 +177,7 @@ class NodeSampler:
         # If all rows have logits, these are views.
         own = rows if len(batch.logits_indices) == batch.num_tokens else indices
         ids = batch.input_ids[own]
-        with self.history.following(parents if self._trees.move is not None else None):
+        with self.history.following(parents if step.move is not None else None):
             sampled, processed = sampler.sample(
                 logits,
                 slots,
@@ -189,8 +190,8 @@ class NodeSampler:
                 return_logprobs=logprobs is not None,
             )
         path = self._walk(sampled, ids, parents, ends, indices, layout.width)
-        if self._trees.move is not None:
-            self._trees.move(path, requests, ends)
+        if step.move is not None:
+            step.move(path, requests, ends)
         order = path.order + rows.start if rows.start else path.order
         if logprobs is None:
             return _Emitted(path.tokens, path.num_sampled, order, None)

@@ -27,7 +27,7 @@ from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.recycling import GAPS
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
-from lookahead_vllm.engine.model_runner.step_trees import StepTrees
+from lookahead_vllm.engine.model_runner.step import ThisStep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,8 +65,8 @@ class TrainedDrafter:
     ----------
     runner
         vLLM's.
-    trees
-        What the steps verify.
+    this_step
+        Returns the step that it follows.
 
     Attributes
     ----------
@@ -79,11 +79,11 @@ class TrainedDrafter:
     """
 
     def __init__(
-        self, runner: GPUModelRunner, trees: StepTrees, speculator: Any, states: RequestState
+        self, runner: GPUModelRunner, this_step: ThisStep, speculator: Any, states: RequestState
     ) -> None:
         self.chains: Chains | None = None
         self.dummy_length: int = speculator.num_speculative_steps
-        self._runner, self._trees, self._speculator = runner, trees, speculator
+        self._runner, self._this_step, self._speculator = runner, this_step, speculator
         self._none = torch.zeros_like(states.draft_tokens)
         most, device = speculator.max_num_reqs, speculator.device
         chains = no_chains(speculator.num_speculative_steps, most)
@@ -129,26 +129,26 @@ class TrainedDrafter:
 
     def _is_chain_wanted(self, batch: InputBatch) -> bool:
         """Whether the next step may have drafts, and the further passes are worth their time."""
-        trees = self._trees
+        step = self._this_step()
         # With several engines, all have to run the same passes of experts.
         if self._runner.dp_size > 1:
             return True
-        return trees.whole.whole_chain if trees.has_slots else batch.has_prefill
+        return step.whole.whole_chain if step.has_slots else batch.has_prefill
 
     def _by_accepted_path(
         self, batch: InputBatch, hidden: torch.Tensor, aux: list[torch.Tensor] | None
     ) -> tuple[InputBatch, torch.Tensor, list[torch.Tensor] | None]:
         """The batch and its states with each request's accepted nodes right after its root."""
-        trees = self._trees
-        if trees.order is None:
+        step = self._this_step()
+        if step.order is None:
             return batch, hidden, aux
-        assert trees.layout is not None
+        assert step.layout is not None
         rows = batch.logits_indices
         sources = torch.arange(len(hidden), device=hidden.device)
-        sources[rows] = rows[trees.order]
+        sources[rows] = rows[step.order]
         ids, positions = batch.input_ids.clone(), batch.positions.clone()
         ids[rows] = batch.input_ids[sources[rows]]
-        positions[rows] -= trees.layout.shifts
+        positions[rows] -= step.layout.shifts
         batch = replace(batch, input_ids=ids, positions=positions)
         return batch, hidden[sources], None if aux is None else [a[sources] for a in aux]
 

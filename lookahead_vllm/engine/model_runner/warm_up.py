@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner.drafts import NO_TREES, Drafts
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+from lookahead_vllm.engine.model_runner.step import Step
 
 
 class WarmUpDrafts:
@@ -39,7 +37,7 @@ class WarmUpDrafts:
     def finish(self, request_id: str) -> None:
         """See `LateDrafts`."""
 
-    def add_step(self, *args: Any) -> None:
+    def add_step(self, step: Step) -> None:
         """See `LateDrafts`."""
 
     def learn(self, wait: bool = True) -> None:
@@ -57,14 +55,9 @@ class WarmUpDrafts:
         """See `LateDrafts`."""
         return np.zeros(len(req_ids), np.int32)
 
-    def grow(
-        self,
-        scheduled: SchedulerOutput,
-        chains_only: Collection[str] = (),
-        most: int | None = None,
-        order: Sequence[str] | None = None,
-    ) -> Drafts:
+    def grow(self, step: Step, chains_only: Collection[str] = ()) -> Drafts:
         """A draft for each request with slots; the first two nodes are children of the root."""
+        scheduled, most = step.scheduled, step.most_nodes
         slots = scheduled.scheduled_spec_decode_tokens
         cached = scheduled.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

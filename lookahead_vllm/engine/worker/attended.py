@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
+
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -33,8 +35,12 @@ class AttendedTrees:
     A runner has one, fills it in before vLLM builds the metadata, and shares it with all builders.
     """
 
+    step: DraftStep = NO_DRAFTS
+    """The drafts of a step or a dummy run."""
     trees: TreeBatch | None = None
-    """What tree attention computes; None if it computes nothing."""
+    """What tree attention computes of them; None if it computes nothing."""
+    may_branch: bool = False
+    """For the graphs: whether a tree has, or may get, two branches."""
     graph: GraphBuffers | None = None
     """The buffers that hold the same trees, if a graph with trees runs the pass or is captured."""
 

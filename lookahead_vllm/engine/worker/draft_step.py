@@ -25,7 +25,7 @@ def root_rows(num_nodes: Int64s) -> Int64s:
     return np.cumsum(num_nodes + 1) - num_nodes - 1
 
 
-@dataclass
+@dataclass(eq=False)
 class DraftStep:
     """The draft trees that one step verifies, in the order of the batch.
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import dp_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
@@ -24,9 +25,9 @@ from lookahead_vllm.engine.model_runner import graph_runner, runner
 from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager, sizes_with_drafts
 from lookahead_vllm.engine.model_runner.drafts import NO_TREES
 from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
-from lookahead_vllm.engine.model_runner.prepared_step import PreparedStep
-from lookahead_vllm.engine.model_runner.step_trees import StepTrees
+from lookahead_vllm.engine.model_runner.step import Step as RunnerStep
 from lookahead_vllm.engine.worker import branching
+from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from tests.support import recorded_graphs
@@ -64,7 +65,7 @@ def config_of(mode: CUDAGraphMode) -> Any:
 def manager_of(
     mode: CUDAGraphMode, may_branch: bool = True, adapters: list[int] | None = None
 ) -> DraftGraphManager:
-    given = StepTrees(), config_of(mode), torch.device("cpu"), mode
+    given = AttendedTrees(), config_of(mode), torch.device("cpu"), mode
     manager = DraftGraphManager(*given, decode_query_len=1, lora_capture_cases=adapters)
     manager.add_draft_graphs(LONGEST, (lambda size: None) if may_branch else None)
     manager._graphs_captured = True
@@ -120,7 +121,7 @@ CHOICES: dict[CUDAGraphMode, tuple[tuple[CUDAGraphMode, int, bool], ...]] = {
 
 def dispatch(manager: Any, step: Step, adapters: int = 0) -> Any:
     if isinstance(manager, DraftGraphManager):
-        manager._trees.branches = step.branches
+        manager._attended.may_branch = step.branches
     return manager.dispatch(
         step.requests, step.tokens, step.uniform, adapters, max_query_len=step.longest
     )
@@ -210,7 +211,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode, steps: list[Step
             dist = SimpleNamespace(all_reduce=lambda tensor, group: reduce(tensor))
             monkeypatch.setattr(dp_utils, "dist", dist)
         step = steps[rank]
-        managers[rank]._trees.branches = step.branches
+        managers[rank]._attended.may_branch = step.branches
         return dp_utils.dispatch_cg_and_sync_dp(
             managers[rank],
             step.requests,
@@ -327,10 +328,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             static_forward_context={}, mode=CompilationMode.VLLM_COMPILE
         )
         made.drafter = object.__new__(LookaheadDrafter)
-        made.trees, made._buffers = StepTrees(), {}
-        made._shape = SimpleNamespace(
-            use_buffers=lambda chains: None, begin=lambda scheduled: None, is_open=False
-        )
+        made.step, made._buffers = RunnerStep(SchedulerOutput.make_empty()), {}
+        made.attended = AttendedTrees()
+        late = SimpleNamespace(can_prepare=lambda scheduled: False)
+        monkeypatch.setattr(runner, "LateShape", lambda *_: late)
         made._dummy_step = runner.NO_DRAFTS
         made.is_profiling = settings.pop("is_profiling", False)
         for name, value in settings.items():
@@ -401,17 +402,17 @@ def test_graphs_for_any_batch_hold_more_tokens_than_requests(make: Callable[...,
 
 def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any]) -> None:
     made = make(mode=FULL)
-    made._clock, made._prepared = StepClock(overlaps=True), PreparedStep()
+    made._clock, nothing = StepClock(overlaps=True), SchedulerOutput.make_empty()
     for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
                            (DraftTree.chain([1, 2]), False)):  # fmt: skip
         drafts = NO_TREES._replace(forest=DraftForest.of([tree]))
-        made.__dict__["_fill_slots"] = lambda scheduled, drafts=drafts: made._take(drafts)
-        made.gather_batch_req_state(None, False)
-        assert made.trees.branches is branches
-    made.trees.forget()
+        made.__dict__["_fill_slots"] = lambda step, drafts=drafts: made._take(step, drafts)
+        made.gather_batch_req_state(nothing, False)
+        assert made.attended.may_branch is branches
+    made.attended.may_branch = False
     made.schedule_dummy_trees([DraftTree.from_lists([1, 2], [-1, -1])])
     made.gather_batch_req_state(None, True)
-    assert made.trees.branches
+    assert made.attended.may_branch
 
 
 def test_sampling_compiles_no_more_at_start_up_than_plain_vllm(

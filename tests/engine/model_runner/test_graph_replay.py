@@ -25,8 +25,8 @@ from vllm.v1.worker.utils import AttentionGroup
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
-from lookahead_vllm.engine.model_runner.step_trees import StepTrees
 from lookahead_vllm.engine.worker import gpu_attention
+from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.verify.gpu.paged_attention import paged_attention
@@ -187,13 +187,13 @@ class Engine:
         self.model_state.prepare_attn = partial(DefaultModelState.prepare_attn, self.model_state)
         self.runner: Any = object.__new__(GraphRunner)
         self.runner._builders, self.runner.device = [self.builder], torch.device("cpu")
-        self.runner._buffers, self.runner.trees = {}, StepTrees()
+        self.runner._buffers, self.runner.attended = {}, AttendedTrees()
         self.runner._branching = NOTHING_BRANCHES._replace(merges_contexts=kind == APART)
-        self.builder.attended = self.runner.trees.attended
+        self.builder.attended = self.runner.attended
         self.runner.max_num_reqs, self.runner.decode_query_len = REQUESTS, LONGEST
         self.runner.max_model_len = self.model_state.max_model_len
         self.manager = DraftGraphManager(
-            self.runner.trees,
+            self.runner.attended,
             config,
             torch.device("cpu"),
             compilation.cudagraph_mode,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import GONE
@@ -22,7 +23,7 @@ from lookahead_vllm.engine.model_runner.drafts import Drafts
 from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS
+from lookahead_vllm.engine.model_runner.step import Step
 from lookahead_vllm.engine.worker.drafter import LiveRequest
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import TestProposer
@@ -149,10 +150,14 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
         copy_event=SimpleNamespace(),
     )
     verified: Any = SimpleNamespace(request_ids=["r"])
+
+    def launched() -> Step:
+        return Step(SchedulerOutput.make_empty(), output=output, verified=verified)
+
     late.start(new)
-    late.add_step(output, NO_DRAFTS, verified)
+    late.add_step(launched())
     late.learn()
-    late.add_step(output, NO_DRAFTS, verified)
+    late.add_step(launched())
     late.finish("r")
     if is_used_again:
         late.start(new)
@@ -163,7 +168,7 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
 def test_tokens_of_steps_in_other_stages_of_a_pipeline_are_not_awaited() -> None:
     late = LateDrafts(SimpleNamespace(options=LookaheadOptions()), SimpleNamespace())  # type: ignore[arg-type]
     late._steps.extend(
-        SimpleNamespace(rows=np.array(rows))  # type: ignore[misc]
+        SimpleNamespace(requests=np.array(rows))  # type: ignore[misc]
         for rows in ([1, 2], [GONE], [3, 4], [5])
     )
     waiting_for = [late._num_later(np.array(rows)) for rows in ([5, 1], [1, 3], [2], [7], [])]
@@ -203,11 +208,11 @@ def test_no_choices_are_kept_for_an_ended_request(
     remaining: list[int] = []
     add_step = LateDrafts.add_step
 
-    def watched(self: LateDrafts, output: Any, drafts: Any, verified: Any, *args: Any) -> None:
+    def watched(self: LateDrafts, step: Step) -> None:
         arrays = self._progress.arrays
-        for req_id in () if verified is None else verified.request_ids:
+        for req_id in () if step.verified is None else step.verified.request_ids:
             remaining.append(int(arrays.remaining[self._requests[req_id].row]))
-        add_step(self, output, drafts, verified, *args)
+        add_step(self, step)
 
     monkeypatch.setattr(LateDrafts, "add_step", watched)
     with engine(llama, {"proposer": "hybrid", "budget": 8}) as llm:

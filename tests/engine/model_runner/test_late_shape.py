@@ -48,22 +48,22 @@ class Steps:
         self.early = self.waiting = 0
         self.placed: list[tuple[int, int]] = []
         """The rows of each early step, and those that vLLM had prepared."""
-        shape = runner_of(llm)._shape
-        begin, split = shape.begin, shape.split
+        runner, shape = runner_of(llm), runner_of(llm)._shape
+        begin, share_out = runner._begin, shape.share_out
 
         def begins(scheduled: Any) -> Any:
-            prepared = begin(scheduled)
-            self.early += prepared is not None
-            self.waiting += bool(scheduled.scheduled_spec_decode_tokens) and prepared is None
-            return prepared
+            step = begin(scheduled)
+            self.early += step.is_late
+            self.waiting += step.has_slots and not step.is_late
+            return step
 
-        def splits(drafts: Any) -> Any:
-            found = split(drafts)
-            self.placed.append((found.num_rows, shape.batch.num_tokens))
-            return found
+        def shares_out(step: Any) -> Any:
+            split = share_out(step)
+            self.placed.append((split.num_rows, step.prepared.num_tokens))
+            return split
 
-        monkeypatch.setattr(shape, "begin", begins)
-        monkeypatch.setattr(shape, "split", splits)
+        monkeypatch.setattr(runner, "_begin", begins)
+        monkeypatch.setattr(shape, "share_out", shares_out)
 
 
 @contextmanager
@@ -161,9 +161,15 @@ LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=
 
 def _reused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Will hold, for each step, whether it is served by what was prepared for the last one."""
-    prepared = runner_of(llm)._prepared
-    begin, reused = prepared.begin, []
-    monkeypatch.setattr(prepared, "begin", lambda step: reused.append(begin(step)) or reused[-1])
+    runner, reused = runner_of(llm), []
+    begin = runner._begin
+
+    def begins(scheduled: Any) -> Any:
+        step = begin(scheduled)
+        reused.append(step.repeats)
+        return step
+
+    monkeypatch.setattr(runner, "_begin", begins)
     return reused
 
 
@@ -188,14 +194,15 @@ def test_a_step_whose_requests_got_blocks_reads_them(
         plain = generate(llm, PROMPTS, LONG)
     record(PROMPTS, plain)
     with lookahead("eager", llama, {"proposer": "hidden_path", "budget": 8}) as llm:
-        prepared = runner_of(llm)._prepared
-        note = prepared.note
+        runner = runner_of(llm)
+        begin = runner._begin
 
-        def note_no_blocks(scheduled: Any, gave_back: bool) -> None:
-            note(scheduled, gave_back)
-            prepared.has_new_blocks = False
+        def begin_without_new_blocks(scheduled: Any) -> Any:
+            step = begin(scheduled)
+            step.has_new_blocks = False
+            return step
 
-        monkeypatch.setattr(prepared, "note", note_no_blocks)
+        monkeypatch.setattr(runner, "_begin", begin_without_new_blocks)
         assert generate(llm, PROMPTS, LONG) != plain
 
 

@@ -46,9 +46,9 @@ def test_chunks_give_the_same_answers(
     rows: list[int] = []
     original = sampler.NodeSampler._verify
 
-    def verify(self: Any, logits: Any, batch: Any, chunk: Any, *args: Any) -> Any:
+    def verify(self: Any, step: Any, logits: Any, batch: Any, chunk: Any, *args: Any) -> Any:
         rows.append(chunk.rows.stop - chunk.rows.start)
-        return original(self, logits, batch, chunk, *args)
+        return original(self, step, logits, batch, chunk, *args)
 
     monkeypatch.setattr(sampler.NodeSampler, "_verify", verify)
     with engine(llama, logprobs_mode=mode) as plain:

@@ -18,6 +18,7 @@ from lookahead_vllm.engine.model_runner import gpu_worker
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.late_shape import LateShape
 from lookahead_vllm.engine.model_runner.node_history import NodeHistory
+from lookahead_vllm.engine.model_runner.step import Step
 from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.worker import gpu_attention, latent_attention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
@@ -81,16 +82,17 @@ def test_warming_up_fills_every_slot(may_branch: bool) -> None:
         scheduled_spec_decode_tokens={"b": [0] * 4, "c": [0], "new": [0]},
         scheduled_cached_reqs=cached,
     )
-    found = drafts.grow(scheduled)
+    step = Step(scheduled)
+    found = drafts.grow(step)
     assert found.req_ids == ["b", "c"] and found.num_tokens.tolist() == [10, 5]
     assert found.forest.sizes.tolist() == [4, 1]
     assert found.forest.branching.tolist() == [may_branch, False]
     found.forest[0].check(10, 4)
-    assert not drafts.grow(scheduled, {"b"}).forest.branching.any()
-    assert WarmUpDrafts(may_branch, 3).grow(scheduled).forest.sizes.tolist() == [2, 1]
-    assert not WarmUpDrafts(may_branch, 1).grow(scheduled).req_ids  # fewer nodes than requests
+    assert not drafts.grow(step, {"b"}).forest.branching.any()
+    assert WarmUpDrafts(may_branch, 3).grow(step).forest.sizes.tolist() == [2, 1]
+    assert not WarmUpDrafts(may_branch, 1).grow(step).req_ids  # fewer nodes than requests
     scheduled.scheduled_spec_decode_tokens = {}
-    assert not drafts.grow(scheduled).req_ids
+    assert not drafts.grow(step).req_ids
 
 
 BY_STEPS = {"_convolve", "_mamba2", "_gated_delta", "_move_states", "_move_inputs"}
@@ -128,9 +130,9 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
     step, sampler = test_history.random_step(1), test_node_history.vllm_sampler()
     test_node_history.fill(sampler, step)
     runner.rejection_sampler = SimpleNamespace(history=NodeHistory(sampler))
-    shape = runner._shape = LateShape(runner, runner.most_late_nodes)
+    shape = runner._shape = object.__new__(LateShape)
     table, shape._rows = test_place.random_case(0).table, test_place.stale_rows(1)
-    shape._placer, shape._split = placer(table, shape._rows), Split(np.zeros(99, np.int32), 7)
-    shape._memory = SimpleNamespace(uva=lambda: torch.from_numpy(shape._split.packed))
+    shape._placer, shape.split = placer(table, shape._rows), Split(np.zeros(99, np.int32), 7)
+    shape._memory = SimpleNamespace(uva=lambda: torch.from_numpy(shape.split.packed))
     runner.compile_kernels()
     assert {name for name, own in launches.items() if not own.calls} == BY_STEPS

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lookahead_vllm.engine.model_runner import launched_step
-from lookahead_vllm.engine.model_runner.launched_step import SLEEP_SHARE, Waiter
+from lookahead_vllm.engine.model_runner import waiter
+from lookahead_vllm.engine.model_runner.waiter import SLEEP_SHARE, Waiter
 
 
 class Clock:
@@ -43,7 +43,7 @@ def test_texts_are_inserted_until_shortly_before_the_tokens_come(
 ) -> None:
     clock, offered = Clock(), list[float]()
     monkeypatch.setattr(
-        launched_step,
+        waiter,
         "time",
         SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep),
     )
@@ -52,10 +52,10 @@ def test_texts_are_inserted_until_shortly_before_the_tokens_come(
         offered.append(seconds)
         clock.now += work if seconds > 0 else 0.0
 
-    waiter = Waiter(insert)
-    waiter.wait(Step(clock))  # type: ignore[arg-type]
+    waits = Waiter(insert)
+    waits.wait(Step(clock))  # type: ignore[arg-type]
     assert offered[0] <= 0  # nobody knows yet how long a step takes
     clock.slept.clear()
-    waiter.wait(Step(clock))  # type: ignore[arg-type]
+    waits.wait(Step(clock))  # type: ignore[arg-type]
     assert offered[1] == pytest.approx(SLEEP_SHARE * 0.010, abs=1e-4)
     assert clock.slept[0] == pytest.approx(slept, abs=1e-4)
