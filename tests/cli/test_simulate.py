@@ -295,8 +295,8 @@ def test_the_first_command_of_a_fresh_clone_works(
     command.main([str(agents), "--proposers", names, "--budget", "16", "--json", str(out)])
     assert "15 traces, 2577 tokens" in capsys.readouterr().out
     trie, lookup = (one["16"]["cold"] for one in json.loads(out.read_text())["results"].values())
-    for name, figures in trie["by_category"].items():
-        assert figures["edl"] > lookup["by_category"][name]["edl"] + 0.4
+    for name, part in trie["by_category"].items():
+        assert part["edl"] > lookup["by_category"][name]["edl"] + 0.4
     assert trie["by_category"]["agent/edit"]["edl"] > 4 > trie["edl"]
     with pytest.raises(SystemExit):
         command.main(["--budget", "16"])
