@@ -20,13 +20,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Int32s, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.trie import chains, priors, recycling
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
     CHOSEN,
     COARSE_KINDS,
+    MAX_ALL_CANDIDATES,
     NUM_COARSE_KINDS,
     NUM_KINDS,
     NUM_SOURCES,
@@ -64,6 +65,7 @@ _LEVELS = 16  # the number of classes of log odds, each with a rate of its own
 _ONE = _float(1)
 _LOG2_E, _LN_2 = _float(math.log2(math.e)), _float(math.log(2))
 _TAYLOR = tuple(_float(1 / math.factorial(i)) for i in range(6))
+_EXPONENT_BIAS, _EXPONENT_SHIFT = np.int32(127), np.int32(23)  # of single precision
 _MAX_POWER = _float(30)  # e to this power, plus 1, is itself in single precision
 _MIN_SHARE, _MAX_SHARE = _float(0.0005), _float(0.999)  # bounds of the share of hits in trials
 _MIN_SUM, _MAX_SUM = _float(-5.8), _float(3.5)  # bounds of the sum of two sources' log odds
@@ -97,6 +99,16 @@ _CHOICE_SETS = chains.ON_CHAIN + 1
 
 
 NUM_RATES = int(_STARTS[-1])
+(
+    _FIRST_OWN,
+    _FIRST_ANSWERS,
+    _FIRST_REFERENCE,
+    _FIRST_PAIR,
+    _FIRST_LEVEL,
+    _FIRST_SPARSE,
+    _FIRST_CHOICE,
+    _FIRST_CHOICE_LEVEL,
+) = _STARTS[:-1].tolist()  # constants of the compiler
 
 
 class RateArrays(NamedTuple):
@@ -163,15 +175,20 @@ class AcceptanceRate:
 @kernel
 def _sigmoid(log_odds: np.float32) -> np.float32:
     """1 / (1 + exp(-log_odds)) within 1e-6; the library's exp takes longer."""
-    # exp(x) is 2 to the power of a whole number times a polynomial of the rest.
+    exp, power = _exp(log_odds)
+    return _ONE / (_ONE + exp * _float(2) ** power)
+
+
+@kernel
+def _exp(log_odds: np.float32) -> tuple[np.float32, np.float32]:
+    """A polynomial and a whole number: exp(-log_odds) is their product as x * 2 ** n."""
     power = min(max(-log_odds, -_MAX_POWER), _MAX_POWER) * _LOG2_E
-    whole = np.int32(math.floor(power + _float(0.5)))
-    rest = (power - _float(whole)) * _LN_2
+    whole = np.floor(power + _float(0.5))
+    rest = (power - whole) * _LN_2
     exp = _TAYLOR[5]
     for i in range(4, -1, -1):
         exp = _TAYLOR[i] + rest * exp
-    shift = _float(np.int64(1) << abs(whole))
-    return _ONE / (_ONE + (exp * shift if whole >= 0 else exp / shift))
+    return exp, whole
 
 
 @kernel
@@ -185,73 +202,92 @@ def weight_set(longest: Int32s, spaces: Int32s) -> int:
     return in_trie * _CHOICE_SETS + longest[CHOICES]
 
 
-@kernel
-def estimate(evidence: Int32s, i: int, learned: RateArrays, weights: int) -> np.float32:
-    """The probability that the model's next token is candidate `i`, a row of `evidence`.
+class Inputs(NamedTuple):
+    """The mixer's inputs for all candidates of a text, as arrays that are reused for every text.
 
-    `weights` is the text's set of weights.
+    Written in single passes over the candidates, which compilers vectorize: one function that
+    returns the probability of one candidate takes five times as long.
     """
-    return _mix(_read(evidence, i, learned.rates)[1], learned.weights[weights])
+
+    rates: Int64s
+    """int64 [MAX_ALL_CANDIDATES, NUM_INPUTS - 1]: the index of each input's rate."""
+    log_odds: Float32s
+    """float32 [MAX_ALL_CANDIDATES, NUM_INPUTS]"""
+    powers: Int32s
+    """int32 [MAX_ALL_CANDIDATES]: the bits of powers of two in single precision."""
 
 
 @kernel
-def _read(
-    evidence: Int32s, i: int, rates: Float32s
-) -> tuple[tuple[int, ...], tuple[np.float32, ...]]:
-    """The index of the rate and the log odds of each input of the mixer for candidate `i`.
-
-    Tuples, because the compiler leaves out what a caller does not use.
-    """
-    own, answers, reference = evidence[i, OWN], evidence[i, ANSWERS], evidence[i, REFERENCE]
-    choice = evidence[i, CHOSEN]
-    own_at, answers_at = _STARTS[OWN] + own, _STARTS[ANSWERS] + answers
-    own_odds, answers_odds = rates[own_at], rates[answers_at]
-    reference_at = _STARTS[REFERENCE] + reference
-    reference_odds = rates[reference_at] if reference else _float(0)
-    # Both sources together; before the first trial of the pair, the sum of their log odds.
-    pair_at = _STARTS[_PAIR] + COARSE_KINDS[own] * NUM_COARSE_KINDS + COARSE_KINDS[answers]
-    pair = _learned_or(rates, pair_at, _sum(own_odds, answers_odds))
-    level = min(max(np.int32(pair + 8), 0), _LEVELS - 1)
-    level_at = _STARTS[_LEVEL] + level
-    sparse = evidence[i, SPARSE_OWN] * NUM_SPARSE_KINDS + evidence[i, SPARSE_ANSWERS]
-    sparse_at = _STARTS[_SPARSE] + sparse * _LEVELS + level
-    choice_at = _STARTS[_CHOICE] + choice
-    choice_level_at = _STARTS[_CHOICE_LEVEL] + choice * _LEVELS + level
-    choice_odds = choice_level_odds = _float(0)
-    if choice:
-        choice_odds = rates[choice_at]
-        choice_level_odds = _learned_or(rates, choice_level_at, choice_odds)
-    return (
-        (
-            own_at,
-            answers_at,
-            reference_at,
-            pair_at,
-            level_at,
-            sparse_at,
-            choice_at,
-            choice_level_at,
-        ),
-        (
-            own_odds,
-            answers_odds,
-            reference_odds,
-            pair,
-            _learned_or(rates, level_at, pair),
-            _learned_or(rates, sparse_at, pair),
-            choice_odds,
-            choice_level_odds,
-            _BIAS_INPUT,
-        ),
+def new_inputs() -> Inputs:
+    """The arrays for `estimate` and `learn_token`."""
+    return Inputs(
+        np.zeros((MAX_ALL_CANDIDATES, NUM_INPUTS - 1), np.int64),
+        np.zeros((MAX_ALL_CANDIDATES, NUM_INPUTS), np.float32),
+        np.zeros(MAX_ALL_CANDIDATES, np.int32),
     )
 
 
 @kernel
-def _mix(log_odds: tuple[np.float32, ...], weights: Float32s) -> np.float32:
+def estimate(
+    evidence: Int32s, size: int, learned: RateArrays, weights: int, inputs: Inputs, probs: Float32s
+) -> None:
+    """Write to `probs` float32 [size] how likely the model's next token is each candidate.
+
+    The candidates are the first rows of `evidence`; `weights` is the text's set of weights.
+    """
+    log_odds, powers, own = inputs.log_odds, inputs.powers, learned.weights[weights]
+    for i in range(size):
+        _read(evidence, i, learned.rates, inputs)
+    for i in range(size):
+        probs[i] = _mix(log_odds[i], own)
+    for i in range(size):
+        probs[i], power = _exp(probs[i])
+        powers[i] = (np.int32(power) + _EXPONENT_BIAS) << _EXPONENT_SHIFT
+    scales = powers.view(np.float32)
+    for i in range(size):
+        prob = _ONE / (_ONE + probs[i] * scales[i])
+        probs[i] = min(max(prob, MIN_ESTIMATE), MAX_ESTIMATE)
+
+
+@kernel
+def _read(evidence: Int32s, i: int, rates: Float32s, inputs: Inputs) -> None:
+    """Fill in row `i` of the inputs, for the candidate in this row of `evidence`."""
+    at, log_odds = inputs.rates, inputs.log_odds
+    own, answers = np.uint32(evidence[i, OWN]), np.uint32(evidence[i, ANSWERS])
+    reference, choice = np.uint32(evidence[i, REFERENCE]), np.uint32(evidence[i, CHOSEN])
+    at[i, OWN], at[i, ANSWERS] = _FIRST_OWN + own, _FIRST_ANSWERS + answers
+    at[i, REFERENCE] = _FIRST_REFERENCE + reference
+    own_odds, answers_odds = rates[_FIRST_OWN + own], rates[_FIRST_ANSWERS + answers]
+    log_odds[i, OWN], log_odds[i, ANSWERS] = own_odds, answers_odds
+    log_odds[i, REFERENCE] = rates[_FIRST_REFERENCE + reference] if reference else _float(0)
+    # Both sources together; before the first trial of the pair, the sum of their log odds.
+    pair_at = _FIRST_PAIR + COARSE_KINDS[own] * NUM_COARSE_KINDS + COARSE_KINDS[answers]
+    pair = _learned_or(rates, pair_at, _sum(own_odds, answers_odds))
+    level = np.uint32(min(max(np.int32(pair + _float(8)), np.int32(0)), np.int32(_LEVELS - 1)))
+    sparse = evidence[i, SPARSE_OWN] * NUM_SPARSE_KINDS + evidence[i, SPARSE_ANSWERS]
+    level_at, sparse_at = _FIRST_LEVEL + level, _FIRST_SPARSE + sparse * _LEVELS + level
+    at[i, _PAIR], at[i, _LEVEL], at[i, _SPARSE] = pair_at, level_at, sparse_at
+    log_odds[i, _PAIR] = pair
+    log_odds[i, _LEVEL] = _learned_or(rates, level_at, pair)
+    log_odds[i, _SPARSE] = _learned_or(rates, sparse_at, pair)
+    choice_at, choice_level_at = (
+        _FIRST_CHOICE + choice,
+        _FIRST_CHOICE_LEVEL + choice * _LEVELS + level,
+    )
+    at[i, _CHOICE], at[i, _CHOICE_LEVEL] = choice_at, choice_level_at
+    log_odds[i, _CHOICE] = log_odds[i, _CHOICE_LEVEL] = _float(0)
+    if choice:
+        log_odds[i, _CHOICE] = rates[choice_at]
+        log_odds[i, _CHOICE_LEVEL] = _learned_or(rates, choice_level_at, rates[choice_at])
+    log_odds[i, _BIAS] = _BIAS_INPUT
+
+
+@kernel
+def _mix(log_odds: Float32s, weights: Float32s) -> np.float32:
     total = _float(0)
     for j in range(NUM_INPUTS):
         total += weights[j] * log_odds[j]
-    return min(max(_sigmoid(total), MIN_ESTIMATE), MAX_ESTIMATE)
+    return total
 
 
 @kernel
@@ -261,7 +297,8 @@ def _sum(own_odds: np.float32, answers_odds: np.float32) -> np.float32:
 
 @kernel
 def _learned_or(rates: Float32s, index: int, default: np.float32) -> np.float32:
-    return default if math.isnan(rates[index]) else rates[index]
+    rate = rates[index]
+    return default if math.isnan(rate) else rate
 
 
 @kernel
@@ -287,30 +324,34 @@ def _record(
 
 
 @kernel
-def learn_token(evidence: Int32s, size: int, token: int, learned: RateArrays, weights: int) -> None:
+def learn_token(
+    evidence: Int32s, size: int, token: int, learned: RateArrays, weights: int, inputs: Inputs
+) -> None:
     """The model emitted `token`: record a trial for each of the `size` candidates in its place.
 
     `weights` is the text's set of weights.
     """
+    own = learned.weights[weights]
     for i in range(size):
-        indices, log_odds = _read(evidence, i, learned.rates)
-        prob = _mix(log_odds, learned.weights[weights])
+        _read(evidence, i, learned.rates, inputs)
+        at, log_odds = inputs.rates[i], inputs.log_odds[i]
+        prob = min(max(_sigmoid(_mix(log_odds, own)), MIN_ESTIMATE), MAX_ESTIMATE)
         if prob < MIN_LEARNED_PROBABILITY:
             continue
         hit = _float(evidence[i, TOKEN] == token)
-        _record(learned, indices[OWN], hit, log_odds[OWN], PRIOR_TRIALS)
-        _record(learned, indices[ANSWERS], hit, log_odds[ANSWERS], PRIOR_TRIALS)
+        _record(learned, at[OWN], hit, log_odds[OWN], PRIOR_TRIALS)
+        _record(learned, at[ANSWERS], hit, log_odds[ANSWERS], PRIOR_TRIALS)
         if evidence[i, REFERENCE]:
-            _record(learned, indices[REFERENCE], hit, log_odds[REFERENCE], PRIOR_TRIALS)
+            _record(learned, at[REFERENCE], hit, log_odds[REFERENCE], PRIOR_TRIALS)
         both = _sum(log_odds[OWN], log_odds[ANSWERS])
-        _record(learned, indices[_PAIR], hit, both, PRIOR_TRIALS)
+        _record(learned, at[_PAIR], hit, both, PRIOR_TRIALS)
         for narrow in (_LEVEL, _SPARSE):
-            _record(learned, indices[narrow], hit, log_odds[_PAIR], NARROW_TRIALS)
+            _record(learned, at[narrow], hit, log_odds[_PAIR], NARROW_TRIALS)
         if evidence[i, CHOSEN]:
-            _record(learned, indices[_CHOICE], hit, log_odds[_CHOICE], PRIOR_TRIALS)
-            _record(learned, indices[_CHOICE_LEVEL], hit, log_odds[_CHOICE], NARROW_TRIALS)
+            _record(learned, at[_CHOICE], hit, log_odds[_CHOICE], PRIOR_TRIALS)
+            _record(learned, at[_CHOICE_LEVEL], hit, log_odds[_CHOICE], NARROW_TRIALS)
         if hit and prob >= MAX_ESTIMATE:
             continue  # otherwise the weights would grow for as long as a text repeats itself
         for j in range(NUM_INPUTS):
-            weight = learned.weights[weights, j] + LEARNING_RATE * (hit - prob) * log_odds[j]
-            learned.weights[weights, j] = min(max(weight, -MAX_WEIGHT), MAX_WEIGHT)
+            weight = own[j] + LEARNING_RATE * (hit - prob) * log_odds[j]
+            own[j] = min(max(weight, -MAX_WEIGHT), MAX_WEIGHT)

@@ -16,8 +16,10 @@ from lookahead_vllm.draft.sources import ANSWERS, DRAFTER, OWN, RECYCLED, REFERE
 from lookahead_vllm.draft.trie.acceptance_rate import (
     MAX_ESTIMATE,
     Float32s,
+    Inputs,
     RateArrays,
     estimate,
+    new_inputs,
     weight_set,
 )
 from lookahead_vllm.draft.trie.candidates import (
@@ -120,7 +122,7 @@ def grow_all(
     # Reused for every tree, and passed one by one: nested in a NamedTuple they cost 2 µs a step.
     hashes = np.empty((largest + 1, NUM_HASHES), np.uint64)
     places = np.empty(largest + 1, np.int32)
-    candidates = new_candidates()
+    candidates, inputs = new_candidates(), new_inputs()
     shares = np.empty(MAX_ALL_CANDIDATES, np.float32)
     min_prob = np.float32(max(limits.min_prob, MIN_PROBABILITY))
     size = 0
@@ -138,6 +140,7 @@ def grow_all(
             hashes,
             places,
             candidates,
+            inputs,
             shares,
             Nodes(fields[:, size:], probs[size:], sources[size:]),
         )
@@ -177,6 +180,7 @@ def grow(
     hashes: Hashes,
     places: Int32s,
     candidates: Candidates,
+    inputs: Inputs,
     shares: Float32s,
     nodes: Nodes,
 ) -> int:
@@ -212,10 +216,10 @@ def grow(
                 chain, places[here + 1], evidence, longest[CHOICES], num_found
             )
             weights = weight_set(longest, spaces)
+            estimate(evidence, num_found, learned, weights, inputs, shares)
             total = np.float32(0)
             best = 0
             for i in range(num_found):
-                shares[i] = estimate(evidence, i, learned, weights)
                 total += shares[i]
                 if shares[i] > shares[best]:
                     best = i

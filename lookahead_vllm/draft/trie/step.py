@@ -17,7 +17,12 @@ from lookahead_vllm.draft.progress import (
 )
 from lookahead_vllm.draft.sources import ANSWERS, OWN
 from lookahead_vllm.draft.tree import ForestFields
-from lookahead_vllm.draft.trie.acceptance_rate import RateArrays, learn_token, weight_set
+from lookahead_vllm.draft.trie.acceptance_rate import (
+    RateArrays,
+    learn_token,
+    new_inputs,
+    weight_set,
+)
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
     KEYS,
@@ -71,7 +76,7 @@ def extend(
     tokens = new.tokens
     edges, live, counters = trie.edges, trie.live, trie.counters
     next_hashes = np.empty(NUM_HASHES, np.uint64)
-    candidates = new_candidates()
+    candidates, inputs = new_candidates(), new_inputs()
     evidence, longest, lookups = candidates.evidence, candidates.longest, candidates.lookups
     learned_every = -(-len(tokens) // MAX_TOKENS_LEARNED)
     end = 0
@@ -91,7 +96,7 @@ def extend(
                     chain, place, evidence, longest[CHOICES], size
                 )
                 weights = weight_set(longest, spaces)
-                learn_token(evidence, size, token, learned, weights)
+                learn_token(evidence, size, token, learned, weights, inputs)
             for source in (OWN, ANSWERS):
                 if inserts and spaces[source] != NO_SPACE:
                     for suffix in range(NUM_SUFFIXES):
