@@ -16,7 +16,12 @@ from lookahead_vllm.draft.trie import table
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.sessions import MAX_CHANGED_TOKENS, Session, Sessions
 from lookahead_vllm.draft.trie.suffix import WHOLE, hashes_of
-from lookahead_vllm.draft.trie.table import MIN_REGION_LINES, SLOTS_PER_LINE, Trie
+from lookahead_vllm.draft.trie.table import (
+    MIN_REGION_LINES,
+    SLOTS_PER_LINE,
+    SLOTS_PER_TOKEN,
+    Trie,
+)
 from tests.draft.trie.test_proposer_model import draft, seen_in
 from tests.support.reference_trie import SUFFIXES, TrieModel, count_edges, found_after
 
@@ -305,6 +310,28 @@ def test_the_least_recently_used_go_and_the_others_are_whole():
     assert is_live == [True, False, False, True, True, True, True]
     num_all, num_held = sessions.sample(1000)
     assert num_held > 0.99 * num_all == 0.99 * 8000
+
+
+def test_what_is_kept_stays_within_the_bound_over_many_sessions():
+    """Of 500 sessions with three turns, which come in any order."""
+    sessions, queue = sessions_in(text_nodes=1 << 19)
+    trie, size = sessions._trie, sessions._trie.num_bytes
+    rng = np.random.default_rng(0)
+    texts = [ids(rng.integers(0, 40_000, rng.integers(520, 3000))) for _ in range(500)]
+    for i in rng.permutation(np.repeat(np.arange(500), 3)):
+        texts[i] = np.concatenate((texts[i], ids(rng.integers(0, 40_000, 70))))
+        session = sessions.open("a", texts[i], spellings=[texts[i][-70:]])
+        queue.work()
+        sessions.close(session, texts[i][:50])
+        kept = [*sessions._all.values()]
+        num_tokens = sum(
+            len(one.tokens) + sum(len(spelling.tokens) for spelling in one.spellings)
+            for one in kept
+        )
+        assert num_tokens * SLOTS_PER_TOKEN <= 1 << 19
+        assert len(kept) == np.count_nonzero(trie.live[:-1, 0]) == len(sessions._idle)
+        assert sum(map(len, sessions._by_key.values())) == len(kept)
+    assert trie.num_bytes == size and len(kept) >= 5
 
 
 def test_live_texts_do_not_go_and_may_share_their_room():
