@@ -82,6 +82,7 @@ class Proposer(ABC):
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
         proposer: str | None = None,
+        spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         """Start a request; one that is live already starts over.
 
@@ -97,6 +98,8 @@ class Proposer(ABC):
         proposer : str or None
             "ngram_trie", "jacobi_window" or "hybrid", if it is another one than the server's
             "hybrid".
+        spellings : Sequence[Sequence[int]]
+            Parts of the prompt that are new in this turn, as a tool call would spell them.
         """
 
     @abstractmethod

@@ -14,6 +14,7 @@ from lookahead_vllm.draft.options import CHAIN_LENGTH, LookaheadOptions, OptionE
 from lookahead_vllm.draft.proposer import Proposer
 from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS, make_proposer
 from lookahead_vllm.machine import memory_bytes
+from lookahead_vllm.simulation.peers import PEERS
 
 Make = Callable[[int, CostCurve | None, int], Proposer]
 """Makes a proposer for a budget in nodes. With a cost curve, it may send fewer. It has a table for
@@ -65,14 +66,20 @@ def choose_proposers(names: str) -> dict[str, Make]:
 
 def _maker(spec: str) -> Make:
     name, *texts = spec.split(":")
+    if name in PEERS:
+        if texts:
+            raise OptionError(f"{name} has no settings here; leave {':'.join(texts)} out")
+        PEERS[name]()  # raises if it is not installed
+        return lambda budget, curve, num_tokens: PEERS[name]()
     if name in HAVE_WINDOW:
         raise OptionError(
             "it learns from the model's choices, which a recording does not have; measure it with "
             "scripts/bench.py"
         )
     if name not in NAMES:
-        close = get_close_matches(name, NAMES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(NAMES)}"
+        names = [*NAMES, *PEERS]
+        close = get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
         raise OptionError(f"there is no such proposer; {hint}")
     settings: dict[str, object] = {"proposer": name}
     for text in texts:

@@ -179,7 +179,7 @@ class LookaheadDrafter:
         params = copy(params)  # several answers to one request share their parameters
         options, params.extra_args = request_options.options_in_worker(params.extra_args)
         if not self.is_drafting_rank:
-            options = replace(options, references=())
+            options = replace(options, references=(), spellings=())
         self._options.setdefault(request_id, options)
         if params.structured_outputs is not None:
             self._with_grammar.add(request_id)
@@ -209,9 +209,8 @@ class LookaheadDrafter:
         self._live.add(request_id)
         live = None
         with self.surviving("begin with a request"):
-            self.proposer.start(
-                request_id, prompt, options.namespace, options.references, options.proposer
-            )
+            texts = options.references, options.proposer, options.spellings
+            self.proposer.start(request_id, prompt, options.namespace, *texts)
             remaining = self.max_model_len if params.max_tokens is None else params.max_tokens
             stop_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}
             text = self.proposer.text_of(request_id)
