@@ -24,7 +24,6 @@ from lookahead_vllm.draft.progress import (
     EmittedTokens,
     Progress,
     WantedDrafts,
-    count_tokens,
     limit_trees,
 )
 from lookahead_vllm.draft.proposer import NoProposer
@@ -363,10 +362,7 @@ class LateDrafts:
         drafter, arrays = self._drafter, self._progress.arrays
         proposer, wanted = drafter.proposer, plan.wanted
         emitted = NOTHING_EMITTED if step is None else step.emitted
-        spans = count_tokens(arrays[:], emitted[:])
-        if step is not None and self._grammars:
-            self._advance_grammars(step, emitted, spans)
-        drafts = None
+        spans, drafts = emitted.new_spans(), None
         if is_planned:
             with drafter.surviving("draft"):
                 if step is not None and proposer.needs_accepted():
@@ -382,6 +378,8 @@ class LateDrafts:
         if drafts is None:
             none = NoProposer().draft(arrays, emitted, spans, wanted, drafter.max_model_len)
             drafts = Drafts(plan.req_ids, *none)
+        if step is not None and self._grammars:
+            self._advance_grammars(step, emitted, spans)
         return self._complete(drafts, wanted, most) if self._grammars else drafts
 
     def _advance_grammars(self, step: Step, emitted: EmittedTokens, spans: Int64s) -> None:
