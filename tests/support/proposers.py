@@ -14,6 +14,7 @@ from lookahead_vllm.draft.progress import (
     EmittedTokens,
     ProgressArrays,
     WantedDrafts,
+    count_tokens,
     limit_trees,
 )
 from lookahead_vllm.draft.proposer import Proposer
@@ -84,6 +85,7 @@ class TestProposer(Proposer):
         wanted: WantedDrafts,
         max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
+        count_tokens(progress[:], emitted[:], spans)
         for row, tokens, (first, end) in zip(
             emitted.rows, emitted.tokens.tolist(), spans.tolist(), strict=True
         ):

@@ -168,7 +168,6 @@ class HybridProposer(NGramTrieProposer):
             self._windows = windows, contexts, load
 
     def needs_accepted(self) -> bool:
-        """See Proposer."""
         return self._has_combs
 
     def draft(
@@ -179,7 +178,6 @@ class HybridProposer(NGramTrieProposer):
         wanted: WantedDrafts,
         max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
-        """See Proposer."""
         if self._awaited is not None and self._has_combs:
             self.branch.iterate(self._awaited[1])
         windows, without_comb = None, wanted
@@ -215,7 +213,6 @@ class HybridProposer(NGramTrieProposer):
         return DraftForest(*nodes), num_tokens
 
     def learn(self) -> None:
-        """See Proposer."""
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             trees, verified = awaited
@@ -226,7 +223,6 @@ class HybridProposer(NGramTrieProposer):
         super().learn()
 
     def finish(self, request_id: str) -> None:
-        """See Proposer."""
         super().finish(request_id)
         self.branch.finish(request_id)
 

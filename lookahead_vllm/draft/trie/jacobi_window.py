@@ -42,5 +42,4 @@ class JacobiWindowProposer(HybridProposer):
         proposer: str | None = None,
         spellings: Sequence[Sequence[int]] = (),
     ) -> None:
-        """See Proposer."""
         super().start(request_id, prompt, None, (), "jacobi_window")

@@ -24,7 +24,6 @@ from lookahead_vllm.draft.progress import (
     EmittedTokens,
     Progress,
     WantedDrafts,
-    count_tokens,
     limit_trees,
 )
 from lookahead_vllm.draft.proposer import NoProposer
@@ -156,15 +155,18 @@ class LateDrafts:
 
     def add_step(self, step: Step) -> None:
         """Note a step that was launched. `verified` is filled in once its tokens are known."""
-        requests = self._requests
-        req_ids = step.output.model_runner_output.req_ids
-        rows = [requests[i].row if i in requests else GONE for i in req_ids]
-        step.launched, step.requests = time.perf_counter(), np.array(rows, np.int64)
+        requests, step.launched = self._requests, time.perf_counter()
+        if step.is_late and step.plan is not None:
+            step.requests = step.plan.wanted.rows.copy()  # all decode, in the order of the batch
+        else:
+            req_ids = step.output.model_runner_output.req_ids
+            rows = [requests[i].row if i in requests else GONE for i in req_ids]
+            step.requests = np.array(rows, np.int64)
+            for req_id in req_ids:
+                if req_id not in requests:
+                    step.drop(req_id, GONE)
         if self._chains is not None and self._drafted is not None:
             self._note_chains(step, self._chains, self._drafted)
-        for req_id in req_ids:
-            if req_id not in requests:
-                step.drop(req_id, GONE)
         self._steps.append(step)
         self._catch_up()
 
@@ -227,7 +229,6 @@ class LateDrafts:
         for step in self._uncounted:
             paths = step.accepted_paths
             recorder.count_drafts(step.whole_trees.forest, paths)
-            recorder.counters.moved_tokens += step.whole_trees.kv_moves(paths).shape[1]
             if self._chains is not None:
                 self._chains.observe(step, paths)
         self._uncounted.clear()
@@ -361,10 +362,7 @@ class LateDrafts:
         drafter, arrays = self._drafter, self._progress.arrays
         proposer, wanted = drafter.proposer, plan.wanted
         emitted = NOTHING_EMITTED if step is None else step.emitted
-        spans = count_tokens(arrays[:], emitted[:])
-        if step is not None and self._grammars:
-            self._advance_grammars(step, emitted, spans)
-        drafts = None
+        spans, drafts = emitted.new_spans(), None
         if is_planned:
             with drafter.surviving("draft"):
                 if step is not None and proposer.needs_accepted():
@@ -380,6 +378,8 @@ class LateDrafts:
         if drafts is None:
             none = NoProposer().draft(arrays, emitted, spans, wanted, drafter.max_model_len)
             drafts = Drafts(plan.req_ids, *none)
+        if step is not None and self._grammars:
+            self._advance_grammars(step, emitted, spans)
         return self._complete(drafts, wanted, most) if self._grammars else drafts
 
     def _advance_grammars(self, step: Step, emitted: EmittedTokens, spans: Int64s) -> None:
@@ -426,7 +426,7 @@ class LateDrafts:
         )
         return trees
 
-    def num_computed(self, req_ids: Sequence[str]) -> Int32s:
-        """KV slots before this step's tokens, int32 [r]; right for requests that decode."""
-        rows = [self._requests[req_id].row for req_id in req_ids]
-        return (self._progress.arrays.num_tokens[rows] - 1).astype(np.int32)
+    def num_computed(self, step: Step) -> Int32s:
+        """KV slots before the tokens of a step that was added, int32 [r]; right for requests that
+        decode."""
+        return (self._progress.arrays.num_tokens[step.requests] - 1).astype(np.int32)

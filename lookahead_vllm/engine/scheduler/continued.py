@@ -140,7 +140,12 @@ class ContinuedRequests:
                 if num_known % block_size < num_new:  # a block is full
                     manager.cache_blocks(request, num_known)
             outputs[request.client_index].append(
-                EngineCoreOutput(req_id, tokens, trace_headers=request.trace_headers)
+                EngineCoreOutput(
+                    req_id,
+                    tokens,
+                    stop_reason=request.stop_reason,  # of a session's last turn
+                    trace_headers=request.trace_headers,
+                )
             )
         if outputs:
             step = replace(step, num_scheduled_tokens=others)
