@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.cli.cache import UsageError, check_model, load_renderer
+from lookahead_vllm.cli.peers import PEERS
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.machine import versions
@@ -235,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
             check_output(output, OptionError)
         if options.plot:
             plot.check()
-        makers = choose_proposers(options.proposers)
+        makers = choose_proposers(options.proposers, PEERS)
         renderer = None
         if options.model:
             check_model(options.model)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.simulation.tables import Results
@@ -17,11 +19,8 @@ def check() -> None:
 
 def draw(results: Results, path: Path) -> None:
     """Draw tokens a step: by budget, and with the largest one by category; the first mode only."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    import_module("matplotlib").use("agg")
+    pyplot: Any = import_module("matplotlib.pyplot")
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     width = 0.8 / len(results)
     for at, (proposer, budgets) in enumerate(results.items()):

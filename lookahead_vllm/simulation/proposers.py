@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
@@ -14,7 +15,6 @@ from lookahead_vllm.draft.options import CHAIN_LENGTH, LookaheadOptions, OptionE
 from lookahead_vllm.draft.proposer import Proposer
 from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS, make_proposer
 from lookahead_vllm.machine import memory_bytes
-from lookahead_vllm.simulation.peers import PEERS
 
 Make = Callable[[int, CostCurve | None, int], Proposer]
 """Makes a proposer for a budget in nodes. With a cost curve, it may send fewer. It has a table for
@@ -37,13 +37,17 @@ def proposer_of(
     return proposer
 
 
-def choose_proposers(names: str) -> dict[str, Make]:
+def choose_proposers(
+    names: str, peers: Mapping[str, Callable[[], Proposer]] = MappingProxyType({})
+) -> dict[str, Make]:
     """Parse the names of the proposers to simulate, in order.
 
     Parameters
     ----------
     names : str
         Names separated by commas, each possibly with settings, as in `ngram_trie:branch_length=8`.
+    peers : Mapping[str, Callable]
+        Further proposers by name, without settings.
 
     Raises
     ------
@@ -58,26 +62,26 @@ def choose_proposers(names: str) -> dict[str, Make]:
         if spec in chosen:
             raise OptionError(f"--proposers: {spec} is given twice")
         try:
-            chosen[spec] = _maker(spec)
+            chosen[spec] = _maker(spec, peers)
         except OptionError as error:
             raise OptionError(f"--proposers: {spec}: {error}") from None
     return chosen
 
 
-def _maker(spec: str) -> Make:
+def _maker(spec: str, peers: Mapping[str, Callable[[], Proposer]]) -> Make:
     name, *texts = spec.split(":")
-    if name in PEERS:
+    if name in peers:
         if texts:
             raise OptionError(f"{name} has no settings here; leave {':'.join(texts)} out")
-        PEERS[name]()  # raises if it is not installed
-        return lambda budget, curve, num_tokens: PEERS[name]()
+        peers[name]()  # raises if it is not installed
+        return lambda budget, curve, num_tokens: peers[name]()
     if name in HAVE_WINDOW:
         raise OptionError(
             "it learns from the model's choices, which a recording does not have; measure it with "
             "scripts/bench.py"
         )
     if name not in NAMES:
-        names = [*NAMES, *PEERS]
+        names = [*NAMES, *peers]
         close = get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
         raise OptionError(f"there is no such proposer; {hint}")

@@ -17,7 +17,12 @@ from lookahead_vllm.engine.front_end.tool_results import (
     spelled,
     writes_raw_arguments,
 )
-from lookahead_vllm.engine.request_options import RequestOptions, with_options
+from lookahead_vllm.engine.request_options import (
+    RequestError,
+    RequestOptions,
+    parse_options,
+    with_options,
+)
 from tests.support.driving import engine, generate
 from tests.support.models import save_config
 from tests.support.parser_texts import FUNCTIONS
@@ -176,3 +181,12 @@ def test_the_proposer_gets_them_once(llama: Path) -> None:
         Recorder.SPELLINGS.clear()
         generate(llm, [[5, 6]], SamplingParams(**params))
         assert Recorder.SPELLINGS == [[7, 8, 9]]
+
+
+def test_a_client_cannot_write_them() -> None:
+    """JSON has no tuples; the message is that of an option that does not exist."""
+    for value in (["a"], "a", None):
+        with pytest.raises(RequestError, match="'lookahead_tool_results' was given, but the opt"):
+            parse_options({"lookahead_tool_results": value}, 128)
+    options = parse_options({"lookahead_tool_results": ("a",)}, 128)
+    assert options == RequestOptions(spellings=("a",))

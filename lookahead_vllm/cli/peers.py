@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from importlib import import_module
 from itertools import count
 from typing import Any
 
@@ -18,6 +19,7 @@ from lookahead_vllm.draft.progress import (
     EmittedTokens,
     ProgressArrays,
     WantedDrafts,
+    count_tokens,
     limit_trees,
 )
 from lookahead_vllm.draft.proposer import Proposer
@@ -78,6 +80,7 @@ class Peer(Proposer):
         max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
         """See Proposer."""
+        count_tokens(progress[:], emitted[:], spans)
         for at, tokens, (first, end) in zip(
             emitted.rows.tolist(), emitted.tokens.tolist(), spans.tolist(), strict=True
         ):
@@ -126,12 +129,12 @@ class Suffix(Peer):
     def __init__(self) -> None:
         super().__init__()
         try:
-            from arctic_inference.suffix_decoding import SuffixDecodingCache
+            arctic: Any = import_module("arctic_inference.suffix_decoding")
         except ImportError:
             raise OptionError(
                 "it needs arctic-inference: pip install --no-deps arctic-inference==0.1.1"
             ) from None
-        self._cache = SuffixDecodingCache(
+        self._cache = arctic.SuffixDecodingCache(
             max_tree_depth=self.DEPTH, max_cached_requests=self.REQUESTS
         )
 
