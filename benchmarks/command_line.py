@@ -33,7 +33,7 @@ def positives(text: str) -> list[int]:
 def check_outputs(options: argparse.Namespace, error: type[ValueError]) -> None:
     """Raise `error` if the files of --json and --plot cannot be written after the run."""
     plot = getattr(options, "plot", None)
-    for path in (options.json, plot):
+    for path in (options.json, plot, getattr(options, "record", None)):
         if path:
             check_output(path, error)
     if plot:

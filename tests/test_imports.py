@@ -51,7 +51,8 @@ ALLOWED: dict[str, set[str]] = {
         *(f"{ENGINE}.{name}" for name in ("cpu_kernels", "model_runner", "worker")),
     },
     "simulation": {
-        *("numpy", "tqdm"),
+        *("numpy", "tqdm", "matplotlib"),
+        *("arctic_inference", "vllm.v1.spec_decode.ngram_proposer"),  # peers
         *(DRAFT, f"{VERIFY}.*", "lookahead_vllm.simulation"),
     },
     "cli": {"numpy", "tqdm", "torch", "vllm", "huggingface_hub", "pydantic", PACKAGE.name},

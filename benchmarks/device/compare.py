@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,23 +19,9 @@ from benchmarks.command_line import interrupted
 from benchmarks.device import engine
 from benchmarks.device.engine import Job, Measurement
 from benchmarks.device.options import OptionsError, check, parser
-from benchmarks.device.rows import METHODS, Row, make_row, table
+from benchmarks.device.rows import METHODS, Row, Run, table
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed, cpu_runtime
 from lookahead_vllm.engine.plugin import PLAIN_V2
-
-
-class Run(NamedTuple):
-    """One engine to measure."""
-
-    method: str
-    batch_size: int
-    nodes: int
-
-    @property
-    def name(self) -> str:
-        """As shown beside the progress bar."""
-        nodes = f", {self.nodes} nodes" if METHODS[self.method].lookahead else ""
-        return f"{self.method}{nodes}, batch {self.batch_size}"
 
 
 class Simulation:
@@ -72,7 +58,7 @@ class Simulation:
                     self.failed.append(run.name)
                     bar.write(f"{run.name} failed: {error}\n  log: {self.log(run)}", sys.stderr)
                     continue
-                self.rows.append(make_row(run.method, run.batch_size, run.nodes, measured))
+                self.rows.append(Row(**asdict(run), **asdict(measured)))
 
     def measure(self, run: Run) -> Measurement:
         """Start an engine and measure its steps; RunFailed if it fails."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks.device import graphs, stand_ins
@@ -75,8 +75,10 @@ class Job:
 class Measurement:
     """What one engine's steps were like; times in microseconds unless the name says otherwise."""
 
-    waits: list[float]
-    """Idle times of the device before each step."""
+    device_wait_us: float
+    """The median of the device's idle times before a step; the next two are of the same times."""
+    device_wait_p90_us: float
+    device_wait_mean_us: float
     step_ms: float
     """The median time from one step to the next."""
     host_us: float
@@ -94,6 +96,8 @@ class Measurement:
     """Nodes of a request in a step."""
     tokens_per_step: float
     """Emitted tokens of a request in a step."""
+    steps: int
+    """That were measured, two at least."""
 
 
 def make_llm(job: Job) -> Any:
@@ -242,10 +246,13 @@ def summary(
 
     `seconds` are the CPU time of all steps, of which the host polled, and computed for the device.
     """
-    requests = job.batch_size * (len(launches) - 1)
+    waits = [1e6 * launch.wait for launch in launches[1:]]
+    requests = job.batch_size * len(waits)
     host, polled, stand_ins = (1e6 * part / job.steps for part in seconds)
     return Measurement(
-        waits=[1e6 * launch.wait for launch in launches[1:]],
+        device_wait_us=median(waits),
+        device_wait_p90_us=quantiles(waits, n=10, method="inclusive")[-1],
+        device_wait_mean_us=fmean(waits),
         step_ms=1e3 * median(after.start - launch.start for launch, after in pairwise(launches)),
         host_us=host - polled - stand_ins,
         polled_us=polled,
@@ -254,6 +261,7 @@ def summary(
         operators=work.operators / COUNTED_STEPS,
         nodes_sent=sum(launch.tokens for launch in launches[1:]) / requests - 1,
         tokens_per_step=num_tokens / (job.batch_size * job.steps),
+        steps=len(waits),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, quantiles
 from typing import NamedTuple
 
 from benchmarks.device.engine import Measurement
@@ -33,30 +32,12 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """One method at one batch size; times in microseconds a step unless the name says otherwise."""
+class Run:
+    """One engine to measure."""
 
     method: str
     batch_size: int
     nodes: int
-    device_wait_us: float
-    """The median."""
-    device_wait_p90_us: float
-    device_wait_mean_us: float
-    step_ms: float
-    host_us: float
-    """The CPU time of the host, hidden behind the device or not, without the next two."""
-    polled_us: float
-    """The CPU time in which it asks whether the device has ended."""
-    stand_ins_us: float
-    """The CPU time in which it computes what a GPU's kernels would."""
-    launches: float
-    """Of kernels outside of the model's forward pass."""
-    operators: float
-    """Torch's, views included, outside of kernels and the model."""
-    nodes_sent: float
-    tokens_per_step: float
-    steps: int
 
     @property
     def name(self) -> str:
@@ -65,26 +46,9 @@ class Row:
         return f"{self.method}{nodes}, batch {self.batch_size}"
 
 
-def make_row(method: str, batch_size: int, nodes: int, measured: Measurement) -> Row:
-    """The row of a measurement with at least two steps."""
-    waits = measured.waits
-    return Row(
-        method=method,
-        batch_size=batch_size,
-        nodes=nodes,
-        device_wait_us=median(waits),
-        device_wait_p90_us=quantiles(waits, n=10, method="inclusive")[-1],
-        device_wait_mean_us=fmean(waits),
-        step_ms=measured.step_ms,
-        host_us=measured.host_us,
-        polled_us=measured.polled_us,
-        stand_ins_us=measured.stand_ins_us,
-        launches=measured.launches,
-        operators=measured.operators,
-        nodes_sent=measured.nodes_sent,
-        tokens_per_step=measured.tokens_per_step,
-        steps=len(waits),
-    )
+@dataclass(frozen=True)
+class Row(Measurement, Run):
+    """A run and what was measured."""
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from benchmarks.command_line import PROMPT_LINES, engine_parser, positives
@@ -116,6 +117,12 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="A,B",
         help="the methods, of lookahead, whose requests bring their references",
+    )
+    add(
+        "--record",
+        type=Path,
+        metavar="OUT.jsonl",
+        help="write the answers of the first run there, for `lookahead-vllm simulate`",
     )
     add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
     add(

@@ -298,6 +298,25 @@ class Benchmark:
             "complete": len(outcomes) == len(self.outcomes) * self.options.repeat,
         }
 
+    def traces(self) -> list[dict[str, Any]]:
+        """The answers of the first run that has some, as `lookahead-vllm simulate` reads them."""
+        for (_, size), rounds in self.outcomes.items():
+            run = next((outcome.run for outcome in rounds.values() if outcome.run), None)
+            if run is not None:
+                parts = len(run.turns)
+                return [
+                    {
+                        "category": prompt.category,
+                        "prompt_token_ids": prompt.token_ids,
+                        "output_token_ids": generation.token_ids,
+                    }
+                    for part, turn in enumerate(run.turns)
+                    for prompt, generation in zip(
+                        self.prompts[size][part::parts], turn.generations, strict=True
+                    )
+                ]
+        return []
+
     def _all_outcomes(self) -> list[Outcome]:
         return [outcome for rounds in self.outcomes.values() for outcome in rounds.values()]
 
@@ -314,6 +333,8 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
         return rows
     if options.json:
         options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    if options.record:
+        options.record.write_text("".join(f"{json.dumps(t)}\n" for t in benchmark.traces()))
     bound = meta["worker_cores"]
     threads = f"on {', '.join(map(str, bound))}" if bound else "not bound"
     counts = sorted({row["prompts"] for row in rows})

@@ -57,8 +57,8 @@ def check_walk() -> Found:
             seed, 4, (0, 4, 9, 20, 70)[seed % 5], 1 + seed % 2, padding=seed % 3
         )
         out = test_walk.poisoned(len(case.ids), len(case.cu_num_logits) - 1, case.width, DEVICE)
-        inputs: Any = [*map(_moved, case.tensors(seed % 2 == 0)), out]
-        walk_rows(*inputs)
+        ids, sampled, parents, ends, indices, _ = map(_moved, case.tensors(seed % 2 == 0))
+        walk_rows((ids, sampled, parents, indices), ends, out)
         test_walk.check(case, type(out)(*(part.cpu() for part in out)))
     return {}
 

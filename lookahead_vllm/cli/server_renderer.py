@@ -49,13 +49,11 @@ class ServerRenderer:
         )
 
     def text(self, text: str, add_special_tokens: bool) -> list[int]:
-        """See Renderer."""
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def chat(
         self, chat: Mapping[str, Any], messages: Sequence[Any], add_generation_prompt: bool
     ) -> list[int]:
-        """See Renderer."""
         try:
             return self._chat(chat, copy.deepcopy(messages), add_generation_prompt)
         except Exception as error:

@@ -9,9 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from lookahead_vllm.cli.arguments import check_output, positive
+from lookahead_vllm.cli.cache import UsageError, check_model, load_renderer
+from lookahead_vllm.cli.peers import PEERS
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.machine import versions
+from lookahead_vllm.simulation import plot
 from lookahead_vllm.simulation.proposers import NAMES, Make, choose_proposers
 from lookahead_vllm.simulation.replay import MODES, Mode, Pace, simulate
 from lookahead_vllm.simulation.tables import (
@@ -25,9 +28,10 @@ from lookahead_vllm.simulation.tables import (
 from lookahead_vllm.simulation.traces import TraceError, TraceFile, load_traces
 
 EPILOG = """\
-example:
-  lookahead-vllm simulate --traces *_reference.jsonl \\
-      --proposers ngram_trie,ngram_trie:branch_length=8 \\
+examples:
+  lookahead-vllm simulate tests/data/agents.jsonl --proposers ngram_trie,prompt_lookup
+  lookahead-vllm simulate LOGS --model MODEL --concurrent 8 --plot out.png
+  lookahead-vllm simulate *_reference.jsonl --proposers ngram_trie,ngram_trie:branch_length=8 \\
       --budget 16,32 --mode cold,replay --json out.json
 
 a line of the traces:
@@ -41,10 +45,19 @@ a line with a session, for agents and chats:
   The prompt of a turn is all turns before it and its own `prompt_token_ids`. A turn begins when the
   one before has ended.
 
+a line of text, with --model:
+  {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
+  as in requests to a server's chat endpoint: each answer in it is a turn. In a log with a line for
+  each request, only the last one of each conversation counts, with the answers that it has.
+  `lookahead-vllm cache build --help` shows the other lines of text.
+  All .jsonl files below a folder count as one file.
+
 proposers:
   ngram_trie, with the options of a server, as in ngram_trie:branch_length=8:max_nodes=50000.
   ngram_trie:drafter=4 has the first four tokens of the recorded chains in its trees.
   hybrid and jacobi_window learn from the model's choices, which a recording does not have.
+  suffix is vLLM's, by arctic-inference, with vLLM's defaults; prompt_lookup is vLLM's `ngram`, with
+  n-grams of 2 to 5 tokens. Both insert prompts at once, and send their drafts whatever they cost.
 
 modes:
   cold    all traces of a file, in order, starting with an empty cache
@@ -87,7 +100,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = result.add_argument
-    add("--traces", required=True, nargs="+", type=Path, metavar="FILE.jsonl", help="see below")
+    add("files", nargs="*", type=Path, metavar="FILE.jsonl", help="or folders; see below")
+    add("--traces", nargs="+", type=Path, default=[], metavar="FILE.jsonl", help="the same")
+    add("--model", help="for lines of text: as for vllm serve; only its tokenizer is loaded")
     add("--proposers", default=NAMES[0], metavar="A,B", help=f"default: {NAMES[0]}; see below")
     add(
         "--budget",
@@ -131,6 +146,7 @@ def parser() -> argparse.ArgumentParser:
         "send only nodes that are worth their cost, and the speed-up is computed",
     )
     add("--json", type=Path, metavar="OUT.json", help="write all results to this file")
+    add("--plot", type=Path, metavar="OUT.png", help="draw tokens a step by budget and category")
     return result
 
 
@@ -212,13 +228,24 @@ def main(argv: Sequence[str]) -> int:
     """Run the simulation; `--help` explains the exit status."""
     arguments = parser()
     options = arguments.parse_args(argv)
+    paths = dict.fromkeys([*options.files, *options.traces])
     try:
-        if options.json:
-            check_output(options.json, OptionError)
-        makers = choose_proposers(options.proposers)
-        paths = dict.fromkeys(options.traces)
-        files = [load_traces(path, options.limit, no_loops=options.no_loops) for path in paths]
-    except (OptionError, TraceError) as error:
+        if not paths:
+            raise OptionError("name a file of recorded answers, as in tests/data/agents.jsonl")
+        for output in filter(None, (options.json, options.plot)):
+            check_output(output, OptionError)
+        if options.plot:
+            plot.check()
+        makers = choose_proposers(options.proposers, PEERS)
+        renderer = None
+        if options.model:
+            check_model(options.model)
+            renderer = load_renderer(options.model)
+        files = [
+            load_traces(path, options.limit, no_loops=options.no_loops, renderer=renderer)
+            for path in paths
+        ]
+    except (OptionError, TraceError, UsageError) as error:
         arguments.error(str(error))
     results = run(options, makers, files)
     if options.json:
@@ -226,4 +253,6 @@ def main(argv: Sequence[str]) -> int:
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         options.json.write_text(text, encoding="utf-8")
     report(results, files)
+    if options.plot:
+        plot.draw(results, options.plot)
     return 0

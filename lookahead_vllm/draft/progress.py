@@ -16,6 +16,8 @@ NO_TEXT = -1
 """The text of a request that gets no drafts."""
 GONE = -1
 """The row of a request that has ended."""
+NOT_COUNTED = -1
+"""In place of spans before `count_tokens`."""
 _NO_STOP = -1
 
 NUM_ALTERNATIVES = 4
@@ -62,6 +64,10 @@ class EmittedTokens(NamedTuple):
     chains: Int32s = NO_CHAINS
     """int32 [r, K, NUM_ALTERNATIVES, 2]: PROPOSED and GAP of a trained drafter for the K tokens
     after these; K is 0 without a drafter."""
+
+    def new_spans(self) -> Int64s:
+        """For `count_tokens`."""
+        return np.full((len(self.rows), 2), NOT_COUNTED, np.int64)
 
 
 NOTHING_EMITTED = EmittedTokens(
@@ -134,17 +140,17 @@ class Progress:
 
 
 @kernel
-def count_tokens(progress: ProgressArrays, emitted: EmittedTokens) -> Int64s:
-    """Count the tokens of a step.
+def count_tokens(progress: ProgressArrays, emitted: EmittedTokens, spans: Int64s) -> None:
+    """Count the tokens of a step, once.
 
-    Returns
-    -------
-    int64 [r, 2]
-        For each request, the first of its tokens that drafts have not seen, and the end of those
-        that belong to its answer: it ends with a stop token, or with the last token allowed.
+    Fills `spans` int64 [r, 2]: for each request, the first of its tokens that drafts have not seen,
+    and the end of those that belong to its answer: it ends with a stop token, or with the last
+    token allowed. Does nothing if they are filled already.
     """
     progress, emitted = ProgressArrays(*progress), EmittedTokens(*emitted)
-    spans = np.zeros((len(emitted.rows), 2), np.int64)
+    if len(spans) and spans[0, 0] != NOT_COUNTED:
+        return
+    spans[:] = 0
     for i, row in enumerate(emitted.rows):
         count = np.int64(emitted.counts[i])
         if row == GONE or count == 0:  # it still reads its prompt
@@ -161,13 +167,12 @@ def count_tokens(progress: ProgressArrays, emitted: EmittedTokens) -> Int64s:
                 progress.remaining[row] = 0
                 break
         spans[i, 0], spans[i, 1] = first, end
-    return spans
 
 
 def compile_progress() -> None:
     """Compile the kernels, so that no request waits for the compiler."""
     arrays = Progress().arrays[:]
-    count_tokens(arrays, NOTHING_EMITTED[:])
+    count_tokens(arrays, NOTHING_EMITTED[:], NOTHING_EMITTED.new_spans())
     limit_trees(arrays, NOTHING_WANTED[:], 1)
 
 

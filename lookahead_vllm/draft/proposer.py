@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.draft.progress import NO_TEXT, EmittedTokens, ProgressArrays, WantedDrafts
+from lookahead_vllm.draft.progress import (
+    NO_TEXT,
+    EmittedTokens,
+    ProgressArrays,
+    WantedDrafts,
+    count_tokens,
+)
 from lookahead_vllm.draft.tree import DraftForest
 
 NO_LOAD = Load()
@@ -82,6 +88,7 @@ class Proposer(ABC):
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
         proposer: str | None = None,
+        spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         """Start a request; one that is live already starts over.
 
@@ -97,6 +104,8 @@ class Proposer(ABC):
         proposer : str or None
             "ngram_trie", "jacobi_window" or "hybrid", if it is another one than the server's
             "hybrid".
+        spellings : Sequence[Sequence[int]]
+            Parts of the prompt that are new in this turn, as a tool call would spell them.
         """
 
     @abstractmethod
@@ -143,7 +152,7 @@ class Proposer(ABC):
     ) -> tuple[DraftForest, Int64s]:
         """The trees of a step whose `plan` was made, within the limits of `limit_trees`.
 
-        Moves the texts on by the `emitted` tokens, of which `count_tokens` returned the `spans`,
+        Counts the `emitted` tokens (`count_tokens` fills in `spans`), moves the texts on by them,
         and gives them the chains that a trained drafter proposes after these tokens.
 
         Returns
@@ -190,6 +199,7 @@ class NoProposer(Proposer):
         max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
         """An empty tree for each request."""
+        count_tokens(progress[:], emitted[:], spans)
         num_tokens = np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
         return DraftForest.of([]).with_empty(len(wanted.rows)), num_tokens
 

@@ -20,7 +20,6 @@ from lookahead_vllm.draft.progress import (
     EmittedTokens,
     ProgressArrays,
     WantedDrafts,
-    count_tokens,
 )
 from lookahead_vllm.draft.proposer import NO_LOAD, Proposer, Verified
 from lookahead_vllm.draft.tree import DraftForest
@@ -103,5 +102,4 @@ def _progress_of(
 def _draft(
     proposer: Proposer, progress: ProgressArrays, emitted: EmittedTokens, wanted: WantedDrafts
 ) -> DraftForest:
-    spans = count_tokens(progress[:], emitted[:])
-    return proposer.draft(progress, emitted, spans, wanted, _ENDLESS)[0]
+    return proposer.draft(progress, emitted, emitted.new_spans(), wanted, _ENDLESS)[0]

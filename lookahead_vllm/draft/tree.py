@@ -89,19 +89,6 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether the tree is a single branch, which causal attention can verify."""
-        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
-
-    def prefix(self, n: int) -> DraftTree:
-        """The tree of the first `n` nodes."""
-        if n >= len(self):
-            return self
-        return DraftTree(
-            self.tokens[:n], self.parents[:n], self.probs[:n], self.depths[:n], self.sources[:n]
-        )
-
     def check(self, vocab_size: int, max_nodes: int) -> None:
         """Raise DraftTreeError if the verifier cannot use this tree.
 

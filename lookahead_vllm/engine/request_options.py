@@ -35,6 +35,9 @@ FLAT = {f"{KEY}_{name}": name for name in NAMES}
 PREDICTION = f"{KEY}_prediction"
 """The key of OpenAI's `prediction`, as the client sent it."""
 
+TOOL_RESULTS = f"{KEY}_tool_results"
+"""The key of the texts of new tool results: a tuple, which a client's JSON cannot contain."""
+
 MARK = "passed"
 """The key with which the front-end marks options that it has checked. Its value is bytes, which a
 client's JSON cannot contain, so no client can forge it."""
@@ -70,12 +73,19 @@ class RequestOptions:
         False: no drafts, and nothing is learned from the request.
     proposer : str or None
         One of PROPOSERS, in place of the server's "hybrid".
+    is_predicted : bool
+        The references are OpenAI's `prediction`: the answer says how many draft tokens there were.
+    spellings : sequence of Reference
+        Tool results: as they were read, then as a call would spell them, see
+        `front_end/tool_results.py`; in the worker arrays of token ids, int32 [n].
     """
 
     references: Sequence[Any] = ()
     namespace: str | None = None
     enabled: bool = True
     proposer: str | None = None
+    is_predicted: bool = False
+    spellings: Sequence[Any] = ()
 
 
 _DEFAULT = LookaheadOptions()
@@ -93,8 +103,10 @@ def parse_options(
     """
     if isinstance(already_checked := (extra_args or {}).get(KEY), RequestOptions):
         return already_checked
+    results = (extra_args or {}).get(TOOL_RESULTS)
+    options: dict[str, Any] = {"spellings": results if isinstance(results, tuple) else ()}
     if server.client_options == "none":
-        return RequestOptions()
+        return RequestOptions(**options)
     given: dict[str, tuple[str, Any]] = {}
     for name, spelling, value in _written(extra_args or {}):
         if value is None or (name == "namespace" and server.client_options == "no_namespaces"):
@@ -105,10 +117,10 @@ def parse_options(
                 "write one of them"
             )
         given[name] = spelling, value
-    options: dict[str, Any] = {}
     for name, (spelling, value) in given.items():
         if name == "reference":
             options["references"] = _references(spelling, value, vocab_size)
+            options["is_predicted"] = spelling == "prediction"
         elif name == "namespace":
             options[name] = _namespace(spelling, value)
         elif name == "enabled":
@@ -116,7 +128,8 @@ def parse_options(
         else:
             options[name] = _proposer(spelling, value, server)
     if options.get("enabled") is False:
-        options.pop("references", None)  # checked, but not used
+        for name in ("references", "spellings"):
+            options.pop(name, None)  # checked, but not used
     return RequestOptions(**options)
 
 
@@ -174,6 +187,8 @@ def fields_for_worker(
             "namespace": options.namespace,
             "enabled": options.enabled,
             "proposer": options.proposer,
+            "is_predicted": options.is_predicted,
+            "spellings": list(options.spellings),
             MARK: b"",
         },
     }
@@ -182,16 +197,17 @@ def fields_for_worker(
 def _others(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """The part of `extra_args` that is not lookahead's."""
     given = extra_args or {}
-    return {k: v for k, v in given.items() if k not in (KEY, PREDICTION, *FLAT)}
+    return {k: v for k, v in given.items() if k not in (KEY, PREDICTION, TOOL_RESULTS, *FLAT)}
 
 
 def without_references(params: SamplingParams) -> SamplingParams:
-    """`params`, or a copy in which the list of references is empty."""
+    """`params`, or a copy in which the lists of references and of spellings are empty."""
     fields = (params.extra_args or {}).get(KEY)
-    if not isinstance(fields, Mapping) or not fields.get("reference"):
+    names = ("reference", "spellings")
+    if not isinstance(fields, Mapping) or not any(map(fields.get, names)):
         return params
     params = copy(params)
-    params.extra_args = {**params.extra_args, KEY: {**fields, "reference": []}}
+    params.extra_args = {**params.extra_args, KEY: {**fields, **{name: [] for name in names}}}
     return params
 
 
@@ -218,9 +234,12 @@ def options_in_worker(
             "options have no effect, and it shares with no other request."
         )
         return RequestOptions(), others
-    references, *values = (extra_args[KEY][name] for name in NAMES)
-    arrays = [np.frombuffer(reference, "<i4") for reference in references]
-    return RequestOptions(arrays, *values), others
+    fields = extra_args[KEY]
+    references, spellings = (
+        [np.frombuffer(text, "<i4") for text in fields[name]] for name in ("reference", "spellings")
+    )
+    values = {name: fields[name] for name in (*NAMES[1:], "is_predicted")}
+    return RequestOptions(references, spellings=tuple(spellings), **values), others
 
 
 def shared_namespace(
@@ -258,7 +277,9 @@ def _text_of_prediction(prediction: Any) -> str:
 def _written(extra_args: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Name, spelling and value of each of lookahead's options in `extra_args`."""
     for key, value in extra_args.items():
-        if key == PREDICTION:
+        if key == TOOL_RESULTS and isinstance(value, tuple):
+            continue
+        elif key == PREDICTION:
             yield "reference", "prediction", None if value is None else _text_of_prediction(value)
         elif key == KEY:
             for name, inner in _fields_of(value).items():

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
@@ -36,13 +37,17 @@ def proposer_of(
     return proposer
 
 
-def choose_proposers(names: str) -> dict[str, Make]:
+def choose_proposers(
+    names: str, peers: Mapping[str, Callable[[], Proposer]] = MappingProxyType({})
+) -> dict[str, Make]:
     """Parse the names of the proposers to simulate, in order.
 
     Parameters
     ----------
     names : str
         Names separated by commas, each possibly with settings, as in `ngram_trie:branch_length=8`.
+    peers : Mapping[str, Callable]
+        Further proposers by name, without settings.
 
     Raises
     ------
@@ -57,22 +62,28 @@ def choose_proposers(names: str) -> dict[str, Make]:
         if spec in chosen:
             raise OptionError(f"--proposers: {spec} is given twice")
         try:
-            chosen[spec] = _maker(spec)
+            chosen[spec] = _maker(spec, peers)
         except OptionError as error:
             raise OptionError(f"--proposers: {spec}: {error}") from None
     return chosen
 
 
-def _maker(spec: str) -> Make:
+def _maker(spec: str, peers: Mapping[str, Callable[[], Proposer]]) -> Make:
     name, *texts = spec.split(":")
+    if name in peers:
+        if texts:
+            raise OptionError(f"{name} has no settings here; leave {':'.join(texts)} out")
+        peers[name]()  # raises if it is not installed
+        return lambda budget, curve, num_tokens: peers[name]()
     if name in HAVE_WINDOW:
         raise OptionError(
             "it learns from the model's choices, which a recording does not have; measure it with "
             "scripts/bench.py"
         )
     if name not in NAMES:
-        close = get_close_matches(name, NAMES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(NAMES)}"
+        names = [*NAMES, *peers]
+        close = get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
         raise OptionError(f"there is no such proposer; {hint}")
     settings: dict[str, object] = {"proposer": name}
     for text in texts:

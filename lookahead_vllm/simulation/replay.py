@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter_ns
-from typing import Any, Literal, TypedDict, cast
+from typing import Literal, TypedDict
 
 import numpy as np
 from tqdm import tqdm
@@ -23,6 +23,7 @@ from lookahead_vllm.draft.progress import NO_CHAINS
 from lookahead_vllm.draft.proposer import Proposer
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
+from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
 
@@ -141,8 +142,8 @@ class Replay:
     def __init__(self, proposer: Proposer, budget: int, pace: Pace = Pace()) -> None:
         self._proposer, self._budget, self._pace = proposer, budget, pace
         self._clock = _Clock()
-        if pace.step_seconds is not None:
-            queue = cast(Any, proposer).insertion
+        if pace.step_seconds is not None and isinstance(proposer, NGramTrieProposer):
+            queue = proposer.insertion
             queue.clock, queue.seconds = self._clock, MAX_SECONDS
 
     def play(self, sessions: Iterable[tuple[str, Sequence[Trace]]]) -> Iterator[Played]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
+from lookahead_vllm.draft.cache.warming import Renderer, check_line, turns_of
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES
 from lookahead_vllm.json_lines import are_token_ids, read_json_lines
 
@@ -65,36 +71,48 @@ class TraceFile:
 
 
 def load_traces(
-    path: Path, limit: int | None = None, shuffle: int | None = None, no_loops: bool = False
+    path: Path,
+    limit: int | None = None,
+    shuffle: int | None = None,
+    no_loops: bool = False,
+    renderer: Renderer | None = None,
 ) -> TraceFile:
     """Read a JSON-lines file of objects with `prompt_token_ids` and `output_token_ids`.
 
     The keys `id`, `suite`, `category`, `loops` and `chains` are optional. In place of the token
     ids, a line may have the `turns` of a session: a list of such objects, each of which is prompted
-    with the turns before it and its own `prompt_token_ids`.
+    with the turns before it and its own `prompt_token_ids`. A chat is a session, too: each answer
+    in its `messages` is a turn. One with which another chat begins is left out, as a log of
+    requests has each conversation once a turn. One that a server would refuse is named and left
+    out.
 
     Parameters
     ----------
     path : Path
-        The file.
+        The file, or a folder, all `.jsonl` files below which are read as one.
     limit : int, optional
         Keep this many traces, after `shuffle` and `no_loops`.
     shuffle : int, optional
         Shuffle the lines with this seed; the file's order if omitted.
     no_loops : bool
         Leave out lines with `loops: true`.
+    renderer : Renderer, optional
+        Of the model, for lines of text, as `lookahead-vllm cache build` reads them.
 
     Raises
     ------
     TraceError
         The file is missing, a line is not such an object, or nothing is left to replay.
     """
-    if not path.is_file():
+    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+    if not path.exists():
         raise TraceError(f"--traces: there is no file {path}")
-    lines = [
-        _traces(f"{path}, line {number}", value)
-        for number, value in read_json_lines(path, TraceError)
+    read = [
+        (f"{file}, line {number}", value)
+        for file in files
+        for number, value in read_json_lines(file, TraceError)
     ]
+    lines = [_traces(place, value, renderer) for place, value in _longest(read)]
     if not lines:
         raise TraceError(f"{path} is empty: one JSON object a line is expected")
     num_all = sum(len(traces) for traces, _ in lines)
@@ -113,10 +131,33 @@ def load_traces(
     return TraceFile(path, traces[:limit], too_short)
 
 
-def _traces(place: str, line: Any) -> tuple[list[Trace], bool]:
+def _longest(lines: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The lines without chats with which another one begins, and without equal ones."""
+    hashes: list[list[bytes]] = []
+    for _, line in lines:
+        running = sha256()
+        hashes.append([])
+        for message in _messages(line):
+            running.update(json.dumps(message, sort_keys=True).encode())
+            hashes[-1].append(running.digest())
+    known = {one for own in hashes for one in own[:-1]}
+    for (place, line), own in zip(lines, hashes, strict=True):
+        if not own or own[-1] not in known:
+            yield place, line
+        known.update(own)
+
+
+def _messages(line: Any) -> Sequence[Any]:
+    messages = line.get("messages") if isinstance(line, dict) else None
+    return messages if isinstance(messages, list) else ()
+
+
+def _traces(place: str, line: Any, renderer: Renderer | None) -> tuple[list[Trace], bool]:
     """The traces of a line, and its `loops`. `place` names the line in errors."""
     if not isinstance(line, dict):
         raise TraceError(f"{place}: an object with `prompt_token_ids` is expected")
+    if not {"turns", "prompt_token_ids", "output_token_ids"} & line.keys():
+        return _rendered(place, line, renderer), bool(line.get("loops"))
     if "turns" not in line:
         return [_trace(place, line)], bool(line.get("loops"))
     if not isinstance(line["turns"], list) or not all(isinstance(t, dict) for t in line["turns"]):
@@ -130,12 +171,34 @@ def _traces(place: str, line: Any) -> tuple[list[Trace], bool]:
     return sessions, bool(line.get("loops"))
 
 
-def _trace(place: str, line: dict[str, Any]) -> Trace:
+def _rendered(place: str, line: dict[str, Any], renderer: Renderer | None) -> list[Trace]:
+    try:
+        check_line(line)
+    except ValueError as error:
+        raise TraceError(f"{place}: {error}") from None
+    if renderer is None:
+        raise TraceError(f"{place}: a text needs the model's tokenizer; write --model MODEL")
+    try:
+        texts = list(turns_of(line, renderer))
+    except ValueError as error:
+        tqdm.write(f"skipped: {place}: {error}", file=sys.stderr)
+        return []
+    return [
+        Trace(np.array(text.prompt, np.int32), np.array(text.answer, np.int32), _category(line))
+        for text in texts
+    ]
+
+
+def _category(line: dict[str, Any]) -> str:
     names = [str(line[key]) for key in ("suite", "category") if line.get(key)]
+    return "/".join(names) or "all"
+
+
+def _trace(place: str, line: dict[str, Any]) -> Trace:
     return Trace(
         _token_ids(place, line, "prompt_token_ids"),
         _token_ids(place, line, "output_token_ids"),
-        "/".join(names) or "all",
+        _category(line),
         str(line.get("id", "")),
         _chains(place, line),
     )

@@ -106,6 +106,8 @@ class Tally(NamedTuple):
     accepted: Int64s
     lengths: Int64s
     """int64 [t]: the accepted nodes of each tree."""
+    moved: int
+    """The accepted nodes that do not follow their root yet."""
 
 
 def tally(forest: DraftForest, paths: Int32s) -> Tally:
@@ -116,7 +118,8 @@ def tally(forest: DraftForest, paths: Int32s) -> Tally:
 @kernel
 def _tally(
     sources: NDArray[np.uint8], firsts: Int64s, paths: Int32s, num_sources: int
-) -> tuple[Int64s, Int64s, Int64s]:
+) -> tuple[Int64s, Int64s, Int64s, int]:
+    moved = 0
     verified, accepted = np.zeros(num_sources, np.int64), np.zeros(num_sources, np.int64)
     lengths = np.zeros(len(paths), np.int64)
     for source in sources:
@@ -125,8 +128,9 @@ def _tally(
         for node in paths[tree]:
             if node >= 0:
                 accepted[sources[firsts[tree] + node]] += 1
+                moved += node != lengths[tree]
                 lengths[tree] += 1
-    return verified, accepted, lengths
+    return verified, accepted, lengths, moved
 
 
 def emitted_tokens(

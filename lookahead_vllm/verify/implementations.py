@@ -1,4 +1,8 @@
-"""Which module computes what on which device."""
+"""Which module computes what on which device.
+
+`verify/<noun>.py` checks the arguments and describes them; the functions of a device's module have
+the same names.
+"""
 
 from __future__ import annotations
 

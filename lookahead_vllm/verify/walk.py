@@ -86,13 +86,12 @@ def walk(
     width : int
         1 + the most nodes of any request, known on the host.
     """
-    by_row = (ids, sampled, parents, logits_indices)
-    assert all(part.shape == (len(ids),) for part in by_row), [part.shape for part in by_row]
+    rows = ids, sampled, parents, logits_indices
+    assert all(part.shape == (len(ids),) for part in rows), [part.shape for part in rows]
     assert {ids.dtype, logits_indices.dtype} <= {torch.int32, torch.int64}
     assert sampled.dtype == torch.int64 and parents.dtype == cu_num_logits.dtype == torch.int32
     out = empty_walk(len(ids), len(cu_num_logits) - 1, width, ids.device)
-    kernels = module_for("walk", ids.device)
-    kernels.walk_rows(ids, sampled, parents, cu_num_logits, logits_indices, width, out)
+    module_for("walk", ids.device).walk_rows(rows, cu_num_logits, out)
     return out
 
 

@@ -18,6 +18,7 @@ from benchmarks.engines import compare as bench
 from benchmarks.engines.generate import Generation, Turn, answer, warm_up_prompts
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
 from benchmarks.tables import turn_table, verdict, verdicts
+from lookahead_vllm.simulation.traces import load_traces
 from tests.support.files import jsonl
 
 
@@ -175,6 +176,25 @@ def test_turns_have_a_mean_and_its_standard_error() -> None:
     assert figures["tokens_per_step_runs"] == [2, 4]
     line = turn_table([figures]).splitlines()[-1]
     assert line == "| ngram, batch 1    | 1.50 ± 0.50 | 3.00 ± 1.00 |"
+
+
+def test_the_answers_of_the_first_run_are_recorded(tmp_path: Path) -> None:
+    """In the order of its turns, as `lookahead-vllm simulate` reads them."""
+    answers = [generation(tokens, 1) for tokens in (2, 3, 4)]
+    whole = Run([turn(answers[0], answers[2]), turn(answers[1])])
+    prompts = [SimpleNamespace(token_ids=[i], category="abc"[i]) for i in range(3)]
+    benchmark: Any = object.__new__(bench.Benchmark)
+    benchmark.prompts = {8: prompts}
+    benchmark.outcomes = {
+        ("none", 8): {0: Outcome(error="it broke")},
+        ("x", 8): {1: Outcome(whole)},
+    }
+    lines = benchmark.traces()
+    traces = load_traces(jsonl(tmp_path / "t.jsonl", *lines)).traces
+    found = [(t.prompt.tolist(), len(t.output), t.category) for t in traces]
+    assert found == [([0], 2, "a"), ([2], 4, "c"), ([1], 3, "b")]
+    benchmark.outcomes = {}
+    assert benchmark.traces() == []
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead_vllm.cli import check, findings
-from lookahead_vllm.cli.findings import Finding, Row
+from lookahead_vllm.cli import check
+from lookahead_vllm.cli.check import Finding, Row
 from lookahead_vllm.verify.cpu import native
 
 
@@ -27,7 +27,7 @@ def test_this_machine_passes_row_by_row() -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert verdict.startswith("nothing here stops lookahead, on CPU") and not empty
     found = [line[: check.TITLE_WIDTH].strip() for line in table]
-    assert [title for title in found if title] == [row.title for row in findings.rows()]
+    assert [title for title in found if title] == [row.title for row in check.rows()]
 
 
 def statuses(*found: str) -> Callable[[], list[Row]]:
@@ -51,7 +51,7 @@ def test_one_failing_row_decides_the_verdict(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(findings, "rows", statuses(*found))
+    monkeypatch.setattr(check, "rows", statuses(*found))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     assert check.main([]) == exit_status
     assert capsys.readouterr().out.splitlines()[-1] == verdict
@@ -62,27 +62,27 @@ def test_an_exception_is_a_row_that_fails() -> None:
     def fail() -> Finding:
         raise OSError("first\nlast")
 
-    assert findings.look(Row("x", fail)) == Finding("FAILS", "OSError: last")
+    assert check.look(Row("x", fail)) == Finding("FAILS", "OSError: last")
 
 
 @pytest.mark.parametrize("allowed", ["other,more", ""])
 def test_a_plugin_that_is_not_allowed_fails(allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    found = findings.find_plugin()
+    found = check.find_plugin()
     assert found.status == "FAILS" and "VLLM_PLUGINS" in found.text
     assert "does not allow 'lookahead'" in found.text
     monkeypatch.delenv("VLLM_PLUGINS")
-    assert findings.find_plugin().status == "ok"
+    assert check.find_plugin().status == "ok"
 
 
 def test_the_plugin_is_this_one_and_may_be_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other,lookahead")
-    assert findings.find_plugin().status == "ok"
-    monkeypatch.setattr(findings, "entry_points", lambda **_: [])
-    assert "not installed" in findings.find_plugin().text
+    assert check.find_plugin().status == "ok"
+    monkeypatch.setattr(check, "entry_points", lambda **_: [])
+    assert "not installed" in check.find_plugin().text
     points = [EntryPoint("lookahead", "other.plugin:go", "g")]
-    monkeypatch.setattr(findings, "entry_points", lambda **_: points)
-    assert findings.find_plugin() == Finding(
+    monkeypatch.setattr(check, "entry_points", lambda **_: points)
+    assert check.find_plugin() == Finding(
         "FAILS", "'lookahead' is the entry point of other.plugin:go"
     )
 
@@ -99,14 +99,14 @@ def test_the_installed_vllm_is_named(
     installed: dict[str, str], status: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything = {"lookahead-vllm": "0.1.0", **installed}
-    monkeypatch.setattr(findings.machine, "versions", lambda: everything)
-    found = findings.find_vllm()
+    monkeypatch.setattr(check.machine, "versions", lambda: everything)
+    found = check.find_vllm()
     assert found.status == status and text in found.text
 
 
 def test_another_release_of_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings.compatibility, "SUPPORTED", ("0.3",))
-    found = findings.look(Row("vLLM", findings.find_vllm))
+    monkeypatch.setattr(check.compatibility, "SUPPORTED", ("0.3",))
+    found = check.look(Row("vLLM", check.find_vllm))
     assert found.status == "FAILS" and "works with vLLM 0.3, and" in found.text
 
 
@@ -115,9 +115,9 @@ def test_without_vllm_the_other_rows_remain(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "vllm" else original(name)
     )
-    titles = [row.title for row in findings.rows()]
+    titles = [row.title for row in check.rows()]
     assert titles == ["lookahead-vllm", "vLLM"]
-    found = findings.look(Row("vLLM", findings.find_vllm))
+    found = check.look(Row("vLLM", check.find_vllm))
     assert found.status == "FAILS" and "vLLM is not installed; install vllm" in found.text
 
 
@@ -141,7 +141,7 @@ def test_a_gpu_backend_without_trees_is_noted(
         return backend
 
     monkeypatch.setattr(type(current_platform), "get_attn_backend_cls", staticmethod(choose))
-    found = findings.find_gpu_attention()
+    found = check.find_gpu_attention()
     assert found.status == status and text in found.text
 
 
@@ -150,19 +150,19 @@ def test_a_kv_layout_without_trees_is_noted(monkeypatch: pytest.MonkeyPatch) -> 
 
     for layout, status in (("amx", "ok"), ("vec", "ok"), ("neon", "note")):
         monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, layout=layout: layout)
-        assert findings.find_cpu_attention().status == status
+        assert check.find_cpu_attention().status == status
 
 
 def test_kernels_that_do_not_compile_are_noted_and_wrong_ones_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert findings.find_compiled_kernels().status == "ok"
+    assert check.find_compiled_kernels().status == "ok"
 
     def fail() -> None:
         raise OSError("it did not build\nline by line")
 
     monkeypatch.setattr(native, "built", fail)
-    found = findings.find_compiled_kernels()
+    found = check.find_compiled_kernels()
     assert found == Finding("note", "tree attention runs on plain torch: it did not build")
 
 
@@ -170,8 +170,8 @@ def test_triton_agrees_with_torch() -> None:
     """On a GPU, and under Triton's interpreter in a process of its own."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
-        assert findings.find_triton().status == "ok"
-    code = "from lookahead_vllm.cli import findings; print(findings.gpu_error('cpu'))"
+        assert check.find_triton().status == "ok"
+    code = "from lookahead_vllm.cli import check; print(check.gpu_error('cpu'))"
     finished = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -180,4 +180,4 @@ def test_triton_agrees_with_torch() -> None:
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
-    assert float(finished.stdout) < findings.MAX_ERROR
+    assert float(finished.stdout) < check.MAX_ERROR

@@ -20,6 +20,7 @@ from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits
 from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.simulation import plot
 from lookahead_vllm.simulation import replay as simulating
 from lookahead_vllm.simulation.proposers import choose_proposers
 from lookahead_vllm.simulation.replay import Pace, Replay, figures, play, simulate
@@ -282,6 +283,38 @@ def test_the_json_holds_the_documented_keys(
     assert "2 traces, 20 tokens, 1 shorter than two tokens left out" in printed
     assert "| ngram_trie " in printed
     assert "s/a" in printed
+
+
+def test_the_first_command_of_a_fresh_clone_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the trie is ahead of prompt lookup, most where the agent edits what it has read."""
+    out = tmp_path / "out.json"
+    names = "ngram_trie,prompt_lookup"
+    agents = Path(__file__).parents[1] / "data" / "agents.jsonl"
+    command.main([str(agents), "--proposers", names, "--budget", "16", "--json", str(out)])
+    assert "15 traces, 2577 tokens" in capsys.readouterr().out
+    trie, lookup = (one["16"]["cold"] for one in json.loads(out.read_text())["results"].values())
+    for name, part in trie["by_category"].items():
+        assert part["edl"] > lookup["by_category"][name]["edl"] + 0.4
+    assert trie["by_category"]["agent/edit"]["edl"] > 4 > trie["edl"]
+    with pytest.raises(SystemExit):
+        command.main(["--budget", "16"])
+    assert "name a file of recorded answers" in capsys.readouterr().err
+
+
+def test_a_plot_needs_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny(tmp_path / "t.jsonl")
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        command.main([str(path), "--plot", str(tmp_path / "out.png")])
+    assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    command.main([str(path), "--budget", "8,16", "--plot", str(tmp_path / "out.png")])
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_json_is_written_where_nothing_can_be_printed(

@@ -289,7 +289,7 @@ def test_share_overrides_the_triple() -> None:
 def test_a_prediction_is_a_reference(content: Any) -> None:
     extra_args = {"another_plugin": 3}
     predicted = with_prediction(extra_args, {"type": "content", "content": content})
-    assert parse_options(predicted, VOCAB) == RequestOptions(("a b",))
+    assert parse_options(predicted, VOCAB) == RequestOptions(("a b",), is_predicted=True)
     assert extra_args == {"another_plugin": 3}
     sent_args = fields_for_worker(predicted, RequestOptions())
     assert options_in_worker(sent_args) == (RequestOptions([]), extra_args)

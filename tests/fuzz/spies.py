@@ -12,8 +12,8 @@ from lookahead_vllm.draft.budget.chain import TrieWorth
 from lookahead_vllm.draft.sources import DRAFTER
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.engine.model_runner.drafts import Drafts
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
+from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
 from tests.fuzz.isolation import LeakDetector, request_index
 
@@ -32,14 +32,13 @@ def _replaced(*replacements: tuple[type, str, Any]) -> Iterator[None]:
 @contextmanager
 def _steps(on_step: OnStep) -> Iterator[None]:
     """Call `on_step` with the drafts of every step that verifies some."""
-    in_batch = Drafts.in_batch
+    lay_out = LookaheadRunner._lay_out
 
-    def placed(self: Any, req_ids: Any, num_tokens: Any) -> Any:
-        step = in_batch(self, req_ids, num_tokens)
-        on_step(step, req_ids)
-        return step
+    def laid_out(self: Any, step: Any) -> None:
+        lay_out(self, step)
+        on_step(step.trees, step.batch.req_ids)
 
-    with mock.patch.object(Drafts, "in_batch", placed):
+    with mock.patch.object(LookaheadRunner, "_lay_out", laid_out):
         yield
 
 

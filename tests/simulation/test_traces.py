@@ -43,6 +43,8 @@ def test_traces_are_filtered_then_shuffled_then_limited(tmp_path: Path) -> None:
         ({"prompt_token_ids": "x", "output_token_ids": []}, r"t.jsonl, line 2: `prompt_token_ids`"),
         (line([1, 2], chains=[[[[1, 0]] * 4]]), r"t.jsonl, line 2: `chains` must have, for each"),
         (line([1, 2], chains=[1, 2]), r"t.jsonl, line 2: `chains` must have, for each"),
+        ({"messages": []}, r"t.jsonl, line 2: a text needs the model's tokenizer; write --model"),
+        ({"messages": 1}, r"t.jsonl, line 2: `messages` must be a list of objects"),
         ({"turns": 1}, r"t.jsonl, line 2: `turns` must be a list of objects"),
         ({"turns": [line([1]), {}]}, r"t.jsonl, line 2, turn 2: `prompt_token_ids` must be a list"),
     ],
@@ -105,3 +107,49 @@ def test_a_file_that_cannot_be_opened_is_named(
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(TraceError, match="cannot be read: Permission denied"):
         load_traces(path)
+
+
+class Letters:
+    """A renderer with a token for each character of the contents, and 1 before an answer."""
+
+    def text(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+    def chat(self, chat: Any, messages: Any, add_generation_prompt: bool) -> list[int]:
+        ids: list[int] = []
+        for message in messages:
+            ids += [1] * (message["role"] == "assistant") + self.text(message["content"], False)
+        return ids + [1] * add_generation_prompt
+
+
+def chat(*contents: str) -> dict[str, Any]:
+    roles = ["user", "assistant"] * len(contents)
+    messages = zip(roles, contents, strict=False)
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
+
+
+def test_the_chats_of_a_folder_are_sessions_without_those_that_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a log of requests, where each comes with the whole conversation."""
+    whole, branch = chat("hi", "yes", "and", "no!"), chat("hi", "yes", "but", "why")
+    (tmp_path / "b").mkdir()
+    jsonl(tmp_path / "a.jsonl", chat("hi", "yes"), whole, chat("hi"), line([7, 8]))
+    jsonl(tmp_path / "b" / "c.jsonl", branch, whole, chat("alone"))
+    jsonl(tmp_path / "b" / "not.json", "{")
+    sessions = load_traces(tmp_path, renderer=Letters()).sessions
+    found = [[bytes(turn.output.tolist()) for turn in session] for session in sessions]
+    assert found == [[b"yes", b"no!"], [bytes([7, 8])], [b"yes", b"why"]]
+    assert bytes(sessions[0][1].prompt.tolist()) == b"hi\1yesand\1"
+    assert "c.jsonl, line 3: `messages` has no answer" in capsys.readouterr().err
+    with pytest.raises(TraceError, match=r"a.jsonl, line 2: a text needs"):
+        load_traces(tmp_path)
+
+
+def test_documents_and_answers_are_traces(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "t.jsonl", {"prompt": "a", "response": "bc"}, {"text": "def"})
+    traces = load_traces(path, renderer=Letters()).traces
+    assert [(one.prompt.size, bytes(one.output.tolist())) for one in traces] == [
+        (1, b"bc"),
+        (0, b"def"),
+    ]

@@ -21,7 +21,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         ROTARY,
         **STATE,
         architecture="FalconH1ForCausalLM",
-        model_type="falcon_h1",
         mamba_d_ssm=128,
         mamba_d_head=32,
         mamba_expand=2,
@@ -67,7 +66,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "zamba2": dict(
         SHORT,
         architecture="Zamba2ForCausalLM",
-        model_type="zamba2",
         num_hidden_layers=4,
         layers_block_type=["mamba", "hybrid"] * 2,
         hybrid_layer_ids=[1, 3],
@@ -89,7 +87,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": dict(
         SHORT,
         architecture="Lfm2ForCausalLM",
-        model_type="lfm2",
         hidden_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
@@ -118,7 +115,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         ROTARY,
         **EXPERTS,
         architecture="Qwen3NextForCausalLM",
-        model_type="qwen3_next",
         num_hidden_layers=4,
         layer_types=["linear_attention", "full_attention"] * 2,
         linear_conv_kernel_dim=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,6 @@ TINY: dict[str, dict[str, Any]] = {
         DIVIDED,
         **EXPERTS,
         architecture="Qwen2MoeForCausalLM",
-        model_type="qwen2_moe",
         num_experts=4,
         shared_expert_intermediate_size=64,
         decoder_sparse_step=1,
@@ -172,14 +172,12 @@ TINY: dict[str, dict[str, Any]] = {
         ROTARY,
         **ALTERNATING,
         architecture="GptOssForCausalLM",
-        model_type="gpt_oss",
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
     "opt": dict(
         COMMON,
         architecture="OPTForCausalLM",
-        model_type="opt",
         num_hidden_layers=2,
         hidden_size=64,
         word_embed_proj_dim=64,
@@ -190,7 +188,6 @@ TINY: dict[str, dict[str, Any]] = {
     "bloom_alibi": dict(
         COMMON,
         architecture="BloomForCausalLM",
-        model_type="bloom",
         n_layer=2,
         hidden_size=64,
         n_head=2,
@@ -211,8 +208,8 @@ TINY: dict[str, dict[str, Any]] = {
         original_rope=True,
         add_qkv_bias=True,
     ),
-    "glm": dict(ROTARY, architecture="GlmForCausalLM", model_type="glm"),
-    "glm4": dict(ROTARY, architecture="Glm4ForCausalLM", model_type="glm4"),
+    "glm": dict(ROTARY, architecture="GlmForCausalLM"),
+    "glm4": dict(ROTARY, architecture="Glm4ForCausalLM"),
     # Their config classes come with the checkpoints; Llama's has the same fields.
     "internlm2": dict(DIVIDED, architecture="InternLM2ForCausalLM", model_type="llama", bias=False),
     "internlm3": dict(
@@ -229,7 +226,6 @@ TINY: dict[str, dict[str, Any]] = {
     "minicpm3": dict(
         DIVIDED | dict(num_key_value_heads=4),
         architecture="MiniCPM3ForCausalLM",
-        model_type="minicpm3",
         q_lora_rank=32,
         kv_lora_rank=32,
         qk_nope_head_dim=32,
@@ -239,12 +235,11 @@ TINY: dict[str, dict[str, Any]] = {
         scale_depth=1.4,
         dim_model_base=64,
     ),
-    "phi": dict(DIVIDED, architecture="PhiForCausalLM", model_type="phi", hidden_act="gelu_new"),
+    "phi": dict(DIVIDED, architecture="PhiForCausalLM", hidden_act="gelu_new"),
     "phi3_window_long_rope": dict(
         DIVIDED,
         **WINDOW,
         architecture="Phi3ForCausalLM",
-        model_type="phi3",
         original_max_position_embeddings=128,
         rope_scaling=dict(
             type="longrope", long_factor=[2.0] * 16, short_factor=[1.0] * 16, rope_theta=10000.0
@@ -254,7 +249,6 @@ TINY: dict[str, dict[str, Any]] = {
         DIVIDED,
         **LATENT,
         architecture="DeepseekV2ForCausalLM",
-        model_type="deepseek_v2",
         topk_method="greedy",
         n_group=1,
         topk_group=1,
@@ -264,7 +258,6 @@ TINY: dict[str, dict[str, Any]] = {
         DIVIDED,
         **LATENT,
         architecture="DeepseekV3ForCausalLM",
-        model_type="deepseek_v3",
         q_lora_rank=32,
         n_group=2,
         topk_group=1,
@@ -371,7 +364,8 @@ def save_config(name: str, folder: Path, configs: Mapping[str, Mapping[str, Any]
     path.mkdir(exist_ok=True)
     config = dict(configs[name])
     architecture = config.pop("architecture")
-    config.setdefault("model_type", architecture.removesuffix("ForCausalLM").lower())
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z0-9])", "_", architecture.removesuffix("ForCausalLM"))
+    config.setdefault("model_type", words.lower())
     (path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
     return path
 

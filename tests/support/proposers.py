@@ -14,6 +14,7 @@ from lookahead_vllm.draft.progress import (
     EmittedTokens,
     ProgressArrays,
     WantedDrafts,
+    count_tokens,
     limit_trees,
 )
 from lookahead_vllm.draft.proposer import Proposer
@@ -60,6 +61,7 @@ class TestProposer(Proposer):
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
         proposer: str | None = None,
+        spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         self.prompts[request_id] = tuple(int(t) for t in prompt)
         self.outputs[request_id] = []
@@ -83,6 +85,7 @@ class TestProposer(Proposer):
         wanted: WantedDrafts,
         max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
+        count_tokens(progress[:], emitted[:], spans)
         for row, tokens, (first, end) in zip(
             emitted.rows, emitted.tokens.tolist(), spans.tolist(), strict=True
         ):
@@ -151,6 +154,8 @@ class Recorder(TestProposer):
 
     STARTED: ClassVar[list[tuple[list[int], str | None, list[list[int]]]]] = []
     """The prompt, namespace and references of each request."""
+    SPELLINGS: ClassVar[list[list[int]]] = []
+    """Of all requests."""
 
     def start(
         self,
@@ -159,8 +164,10 @@ class Recorder(TestProposer):
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
         proposer: str | None = None,
+        spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         super().start(request_id, prompt, namespace, references)
+        self.SPELLINGS.extend([int(token) for token in spelled] for spelled in spellings)
         self.STARTED.append(
             (list(self.prompts[request_id]), namespace, [list(r) for r in references])
         )

@@ -23,10 +23,14 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
-from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics
 from vllm.v1.outputs import LogprobsLists
 
+from lookahead_vllm.engine import request_options
+
 TASKS = ("generate",)
+NODES = 16
+"""In each draft of a request with a prediction."""
 RANDOM = re.compile(
     r'"(?:id|item_id|call_id|response_id)":\s*"[^"]*"|"(?:created|created_at|completed_at)":\s*\d+'
 )
@@ -50,9 +54,12 @@ class ScriptedCore:
     def __init__(self) -> None:
         self.script = Script(())
         self.engine: Any = None
+        self.received: list[Any] = []
+        """Every request."""
         self._steps: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
 
     async def add_request_async(self, request: Any) -> None:
+        self.received.append(request)
         for time, output in enumerate(_outputs(request, self.script), 1):
             await self._steps.put(EngineCoreOutputs(outputs=[output], timestamp=float(time)))
 
@@ -84,6 +91,8 @@ def _outputs(request: Any, script: Script) -> Iterator[EngineCoreOutput]:
     left = params.max_tokens
     prefill = PrefillStats()
     prefill.num_prompt_tokens = prefill.num_computed_tokens = len(request.prompt_token_ids)
+    options, _ = request_options.options_in_worker(params.extra_args)
+    drafts = RequestSpecDecodeMetrics.new(NODES) if options.is_predicted else None
     for burst in script.bursts:
         tokens = list(burst[:left])
         left -= len(tokens)
@@ -92,12 +101,15 @@ def _outputs(request: Any, script: Script) -> Iterator[EngineCoreOutput]:
             reason = FinishReason.LENGTH
         elif tokens and tokens[-1] == script.end:
             reason = FinishReason.STOP
+        if drafts is not None and prefill is None:
+            drafts.observe(NODES, len(tokens) - 1)
         yield EngineCoreOutput(
             request.request_id,
             tokens,
             new_logprobs=_logprobs(tokens, params.logprobs),
             finish_reason=reason,
             prefill_stats=prefill,
+            spec_decode_metrics=drafts if reason is not None else None,
         )
         prefill = None
         if reason is not None:
@@ -138,10 +150,14 @@ class Server:
 
     def stream(self, path: str, script: Script, body: dict[str, Any]) -> list[str]:
         """The events of a streamed answer, without what is drawn at random."""
-        self.core.script = script
-        return self._loop.run_until_complete(self._stream(path, {**body, "stream": True}))
+        return self.answer(path, script, {**body, "stream": True})
 
-    async def _stream(self, path: str, body: dict[str, Any]) -> list[str]:
+    def answer(self, path: str, script: Script, body: dict[str, Any]) -> list[str]:
+        """The lines of an answer that is not streamed, without what is drawn at random."""
+        self.core.script = script
+        return self._loop.run_until_complete(self._lines(path, body))
+
+    async def _lines(self, path: str, body: dict[str, Any]) -> list[str]:
         transport = httpx.ASGITransport(self._app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             answer = await client.post(path, json={"model": self._model, **body}, timeout=60)

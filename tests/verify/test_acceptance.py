@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
-from lookahead_vllm.verify.acceptance import accepted_paths
+from lookahead_vllm.verify.acceptance import accepted_paths, tally
 
 
 def accepted_path(tree: DraftTree, choices: list[int]) -> list[int]:
@@ -62,3 +62,14 @@ def test_a_full_match_accepts_all_nodes() -> None:
 def test_a_later_sibling_can_be_accepted() -> None:
     tree = DraftTree.from_lists([1, 2, 3, 4], [-1, -1, 1, 0])
     assert accepted_path(tree, [2, 0, 3, 8, 8]) == [1, 2]
+
+
+def test_nodes_are_counted_by_source_and_those_that_move() -> None:
+    """Nodes 0 and 1 of the chain follow the root; node 2 of the other tree does not."""
+    trees = [DraftTree.chain([5, 6]), DraftTree.from_lists([1, 2, 3, 4], [-1, -1, -1, 2])]
+    forest = DraftForest.of(trees)
+    paths = np.array([[0, 1], [2, 3]], np.int32)
+    counts = tally(forest, paths)
+    assert counts.lengths.tolist() == [2, 2] and counts.moved == 2
+    assert counts.verified.sum() == 6 and counts.accepted.sum() == 4
+    assert tally(forest, np.array([[0, -1], [-1, -1]], np.int32)).moved == 0

@@ -44,7 +44,7 @@ def random_case(seed: int, most: int = 9, groups: int = 1, most_requests: int = 
         size = int(rng.integers(0, most + 1))
         shape = random_tree(rng, size) if rng.random() < 0.6 else DraftTree.chain([0] * size)
         tokens = rng.integers(0, 999, size)
-        if shape.is_chain and rng.random() < 0.5:
+        if not DraftForest.of([shape]).branching[0] and rng.random() < 0.5:
             tokens[:] = UNKNOWN
         trees.append(DraftTree.from_lists(tokens, shape.parents))
     sizes = tuple(int(size) for size in rng.choice([4, 8, 16], groups))
@@ -86,7 +86,8 @@ def expected(case: Case) -> tuple[StepRows, torch.Tensor]:
         context = int(case.table.num_computed[entry])
         rows.starts[request] = row
         rows.lengths[request] = context + 1 + len(tree)
-        tree_lengths[request] = 1 + len(tree) + (context if tree.is_chain else 0)
+        branches = DraftForest.of([tree]).branching[0]
+        tree_lengths[request] = 1 + len(tree) + (0 if branches else context)
         drafted = case.table.drafted[entry, : len(tree)].tolist()
         tokens = drafted if UNKNOWN in tree.tokens else tree.tokens.tolist()
         ids = [int(case.table.last_sampled[entry]), *tokens]

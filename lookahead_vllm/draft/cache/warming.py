@@ -74,7 +74,7 @@ def check_texts(path: Path) -> int:
     largest = -1
     for place, line in _lines(path):
         try:
-            _check_line(line)
+            check_line(line)
         except ValueError as error:
             raise TextError(f"{place}: {error}") from None
         if "output_token_ids" in line:
@@ -96,7 +96,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
         raise TextError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _check_line(line: Any) -> None:
+def check_line(line: Any) -> None:
     """ValueError if a line is malformed."""
     if not isinstance(line, dict):
         raise ValueError(_EXPECTED)
@@ -157,14 +157,14 @@ def read_texts(path: Path, renderer: Renderer, skip: Callable[[str], object]) ->
     """
     for place, line in _lines(path):
         try:
-            turns = list(_turns(line, renderer))
+            turns = list(turns_of(line, renderer))
         except ValueError as error:
             skip(f"{place}: {error}")
             continue
         yield from turns
 
 
-def _turns(line: Mapping[str, Any], renderer: Renderer) -> Iterator[Text]:
+def turns_of(line: Mapping[str, Any], renderer: Renderer) -> Iterator[Text]:
     """The prompt and the answer of each turn in a line; ValueError if there is none."""
     if "output_token_ids" in line:
         yield _recorded(line)

@@ -118,6 +118,7 @@ class Replica:
 
     def __init__(self, proposer: NGramTrieProposer) -> None:
         self.outbox = Outbox()
+        self.send = self.outbox.add
         self.followed: dict[str, str] = {}
         self.new: deque[str] = deque(maxlen=MAX_NAMESPACES)
         self._trie, self._insertion = proposer.trie, proposer.insertion
@@ -130,12 +131,6 @@ class Replica:
         # Compiles the kernel, so that no step waits for the compiler.
         nothing = Pieces(empty_hashes()[None], np.ones(1, np.int64), np.zeros(1, np.int32))
         PieceInserter(proposer.trie, NO_SPACE, nothing)(nothing.tokens)
-
-    def send(
-        self, numbers: Int64s, spaces: Int32s, hashes: Hashes, tokens: Int32s, sizes: Int64s
-    ) -> None:
-        """See Fleet."""
-        self.outbox.add(numbers, spaces, hashes, tokens, sizes)
 
     def follow(self, digest: str, space: int, position: str | None = None) -> None:
         """See Fleet. Read the namespace's messages from now on.

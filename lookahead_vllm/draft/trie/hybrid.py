@@ -84,9 +84,10 @@ class HybridProposer(NGramTrieProposer):
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
         proposer: str | None = None,
+        spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         """See Proposer, and NGramTrieProposer."""
-        super().start(request_id, prompt, namespace, references, proposer)
+        super().start(request_id, prompt, namespace, references, proposer, spellings)
         self._root_hashes = self._texts.request_rows.resized(self._root_hashes)
         self._num_grown = self._texts.request_rows.resized(self._num_grown)
         if proposer != "ngram_trie":
@@ -167,7 +168,6 @@ class HybridProposer(NGramTrieProposer):
             self._windows = windows, contexts, load
 
     def needs_accepted(self) -> bool:
-        """See Proposer."""
         return self._has_combs
 
     def draft(
@@ -178,7 +178,6 @@ class HybridProposer(NGramTrieProposer):
         wanted: WantedDrafts,
         max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
-        """See Proposer."""
         if self._awaited is not None and self._has_combs:
             self.branch.iterate(self._awaited[1])
         windows, without_comb = None, wanted
@@ -214,7 +213,6 @@ class HybridProposer(NGramTrieProposer):
         return DraftForest(*nodes), num_tokens
 
     def learn(self) -> None:
-        """See Proposer."""
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             trees, verified = awaited
@@ -225,7 +223,6 @@ class HybridProposer(NGramTrieProposer):
         super().learn()
 
     def finish(self, request_id: str) -> None:
-        """See Proposer."""
         super().finish(request_id)
         self.branch.finish(request_id)
 

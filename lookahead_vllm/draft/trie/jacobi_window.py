@@ -40,6 +40,6 @@ class JacobiWindowProposer(HybridProposer):
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
         proposer: str | None = None,
+        spellings: Sequence[Sequence[int]] = (),
     ) -> None:
-        """See Proposer."""
         super().start(request_id, prompt, None, (), "jacobi_window")

@@ -127,6 +127,7 @@ class NGramTrieProposer(Proposer):
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
         proposer: str | None = None,
+        spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         """See Proposer. The whole prompt is indexed; an end of sequence in it is a token.
 
@@ -152,7 +153,8 @@ class NGramTrieProposer(Proposer):
         if with_trie:
             # References are in the text's space, too, and are for this request alone.
             keeps = shared != NO_SPACE and not texts
-            session = self._sessions.open(digest if keeps else None, tokens, length)
+            spelled = [np.array(text, np.int32) for text in spellings]
+            session = self._sessions.open(digest if keeps else None, tokens, length, spelled)
             if session is not None:
                 self._texts.sessions[row], own = session, session.space
         elif shared == NO_SPACE:

@@ -9,6 +9,7 @@ the text that its request has itself, and of nothing else.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +35,9 @@ MAX_CHANGED_TOKENS = 64
 """The next turn may have other tokens in place of so many last ones of a prompt: chat templates end
 it as an answer begins."""
 
+MAX_GENERATION_PROMPT = 16
+"""The most tokens with which a chat template begins an answer, behind the last tool result."""
+
 MAX_REMOVED_TOKENS = 4096
 """The most tokens that are taken back at a time, in about 2 ms."""
 
@@ -42,6 +46,18 @@ MAX_IDLE = MAX_LIVE_SPACES // 2
 
 MAX_COMPARED = 8
 """The most texts with one prefix to which a prompt is compared."""
+
+
+@dataclass(eq=False)
+class Spelling:
+    """A part of a prompt in another spelling, int32 [n], inserted but for the first `left` tokens.
+
+    It belongs to the first `end` tokens of the prompt.
+    """
+
+    tokens: Int32s
+    end: int
+    left: int
 
 
 @dataclass(eq=False)
@@ -63,6 +79,8 @@ class Session:
         The live requests.
     pending : list of tuple of int
         The parts of the prompt that are not inserted yet, as (start, end), the oldest first.
+    spellings : list of Spelling
+        The oldest first.
     """
 
     trie: Trie
@@ -73,20 +91,35 @@ class Session:
     key: tuple[str, int] | None
     users: int = 1
     pending: list[tuple[int, int]] = field(default_factory=list)
+    spellings: list[Spelling] = field(default_factory=list)
 
     def insert_chunk(self) -> bool:
         """Insert the newest CHUNK_TOKENS tokens that are pending; whether more are left."""
-        if not self.pending:  # a later prompt has not had them
-            return False
-        start, end = self.pending.pop()
-        middle = max(start, end - CHUNK_TOKENS)
-        if start < middle:
-            self.pending.append((start, middle))
-        self.trie.insert_before(self.space, self.tokens, middle, end)
-        return bool(self.pending)
+        waiting = [one for one in self.spellings if one.left]
+        if self.pending:
+            start, end = self.pending.pop()
+            middle = max(start, end - CHUNK_TOKENS)
+            if start < middle:
+                self.pending.append((start, middle))
+            self.trie.insert_before(self.space, self.tokens, middle, end)
+        elif waiting:
+            one = waiting[-1]
+            end, one.left = one.left, max(0, one.left - CHUNK_TOKENS)
+            self.trie.insert_before(self.space, one.tokens, one.left, end)
+            return len(waiting) > 1 or one.left > 0
+        return bool(self.pending or waiting)
+
+    def spell(self, texts: Sequence[Int32s]) -> None:
+        """Insert parts of the prompt in another spelling, but none twice."""
+        for tokens in texts:
+            if not any(np.array_equal(tokens, one.tokens) for one in self.spellings):
+                self.spellings.append(Spelling(tokens, self.num_prompt, len(tokens)))
 
     def continue_with(self, prompt: Int32s, num_common: int) -> None:
         """Take back what is behind the first `num_common` tokens, and let the prompt follow."""
+        while self.spellings and self.spellings[-1].end > num_common + MAX_GENERATION_PROMPT:
+            one = self.spellings.pop()
+            self.trie.remove(self.space, one.tokens, one.left, len(one.tokens))
         end = len(self.tokens)
         for start, stop in [*self.pending[::-1], (0, 0)]:
             self.trie.remove(self.space, self.tokens, max(stop, num_common), end)
@@ -117,14 +150,21 @@ class Sessions:
         """Those without a live request, by space, the least recently used first."""
         self._by_key: defaultdict[tuple[str, int], list[Session]] = defaultdict(list)
 
-    def open(self, digest: str | None, prompt: Int32s, num_further: int = 0) -> Session | None:
+    def open(
+        self,
+        digest: str | None,
+        prompt: Int32s,
+        num_further: int = 0,
+        spellings: Sequence[Int32s] = (),
+    ) -> Session | None:
         """The session of a new request, whose prompt is queued for insertion; None if there are no
         more spaces.
 
         With the `digest` of a namespace, a session of the same namespace with the same prefix is
         taken over, and kept for later ones. There is room for `num_further` tokens beside the
-        prompt and the answer.
+        prompt, its `spellings` and the answer.
         """
+        num_further += sum(map(len, spellings))
         hashes: list[int] = []
         if digest is not None and len(prompt) >= MIN_TOKENS:
             hashes = prefix_hashes(prompt, BLOCK_TOKENS).tolist()
@@ -144,7 +184,8 @@ class Sessions:
             session.key = key
         if key is not None:
             self._by_key[key].append(session)
-        if session.pending:
+        session.spell(spellings)
+        if session.pending or any(one.left for one in session.spellings):
             self._queue.add_work(session.space, session)
         return session
 

@@ -13,6 +13,7 @@ from lookahead_vllm.draft.progress import (
     EmittedTokens,
     ProgressArrays,
     WantedDrafts,
+    count_tokens,
     limit_trees,
 )
 from lookahead_vllm.draft.sources import ANSWERS, OWN
@@ -128,14 +129,15 @@ def begin_step(
     texts: TextArrays,
     max_model_len: int,
 ) -> tuple[Int64s, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s]:
-    """Move the texts on by the counted tokens of a step, and a drafter's new chains to them.
+    """Count the tokens of a step, and move the texts on by them and by a drafter's new chains.
 
     Returns the limits of the next trees; what `extend` needs to learn from the tokens: the texts
     that have new ones, as they were before, and the fields of NewTokens; and the known tokens of
-    each wanted request, int64 [t], 0 if it does not decode. `spans` are those of `count_tokens`.
+    each wanted request, int64 [t], 0 if it does not decode. Fills `spans` as `count_tokens`.
     """
     progress, emitted = ProgressArrays(*progress), EmittedTokens(*emitted)
     wanted, texts = WantedDrafts(*wanted), TextArrays(*texts)
+    count_tokens(progress, emitted, spans)
     sizes = spans[:, 1] - spans[:, 0]
     has_new = np.flatnonzero(sizes)
     hashes = np.empty((len(has_new), NUM_HASHES), np.uint64)

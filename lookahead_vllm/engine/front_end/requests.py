@@ -6,6 +6,7 @@ it pass through unchanged.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -17,6 +18,7 @@ import numpy as np
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import config, patches, request_options
+from lookahead_vllm.engine.front_end import tool_results, usage
 from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 
 
@@ -24,7 +26,9 @@ from lookahead_vllm.engine.request_options import RequestError, RequestOptions
 def install() -> None:
     """Patch vLLM's front-end, with its streams and its metrics, once in each process."""
     from vllm.entrypoints.launchers.api_server import entry
+    from vllm.entrypoints.openai.chat_completion import serving
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
@@ -36,6 +40,8 @@ def install() -> None:
     streams.install()
     patches.patch(entry, "build_app", with_checked_places)
     patches.patch(ChatCompletionRequest, "to_sampling_params", with_prediction)
+    patches.patch(ResponsesRequest, "to_sampling_params", tool_results.with_tool_results)
+    patches.patch(serving, "UsageInfo", usage.with_predicted_tokens)
     patches.patch(AsyncLLM, "generate", with_early_check)
     patches.patch(AsyncLLM, "add_request", preparing_core_requests)
     patches.patch(LLMEngine, "add_request", preparing_core_requests)
@@ -66,11 +72,13 @@ def with_checked_places(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_prediction(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ChatCompletionRequest.to_sampling_params`, which also reads OpenAI's field `prediction`."""
+    """`ChatCompletionRequest.to_sampling_params`, which also reads OpenAI's field `prediction`, and
+    the tool results."""
+    noting = tool_results.with_tool_results(original)
 
     @functools.wraps(original)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        params = original(self, *args, **kwargs)
+        params = noting(self, *args, **kwargs)
         prediction = (self.model_extra or {}).get("prediction")
         if prediction is not None:
             params.extra_args = request_options.with_prediction(params.extra_args, prediction)
@@ -93,6 +101,11 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, prompt, sampling_params, *args, **kwargs)
         server = config.options_of(self.vllm_config)
         options = _options(self, server, sampling_params.extra_args)
+        if options.is_predicted:
+            shows = self.vllm_config.observability_config.per_request_spec_decode_metrics != "none"
+            outputs = tokenize_first(self, options, prompt, sampling_params, *args, **kwargs)
+            return usage.counting(outputs, shows)
+        usage.forget()
         if _texts(options):
             return tokenize_first(self, options, prompt, sampling_params, *args, **kwargs)
         params = _with_options(sampling_params, options)
@@ -106,7 +119,11 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        """Tokenize long texts without blocking the event loop."""
+        """Spell and tokenize long texts without blocking the event loop."""
+        if options.spellings:
+            is_raw = tool_results.writes_raw_arguments(self.renderer.tokenizer)
+            texts = await asyncio.to_thread(tool_results.spelled, options.spellings, is_raw)
+            options = replace(options, spellings=texts)
         tokenized = await self.renderer.tokenize_prompts_async(*_to_tokenize(options))
         params = _with_options(sampling_params, _with_token_ids(options, tokenized))
         async with aclosing(original(self, prompt, params, *args, **kwargs)) as outputs:
@@ -194,7 +211,8 @@ def _options(
 
 
 def _texts(options: RequestOptions) -> list[str]:
-    return [reference for reference in options.references if isinstance(reference, str)]
+    """What is to be tokenized."""
+    return [text for text in (*options.references, *options.spellings) if isinstance(text, str)]
 
 
 def _to_tokenize(options: RequestOptions) -> tuple[list[dict[str, str]], Any]:
@@ -210,7 +228,8 @@ def _with_token_ids(
 ) -> RequestOptions:
     """`options` with the token ids of each text instead of the text."""
     ids = (np.array(prompt["prompt_token_ids"], "<i4").tobytes() for prompt in tokenized)
-    return replace(
-        options,
-        references=tuple(next(ids) if isinstance(r, str) else r for r in options.references),
+    references, spellings = (
+        tuple(next(ids) if isinstance(text, str) else text for text in texts)
+        for texts in (options.references, options.spellings)
     )
+    return replace(options, references=references, spellings=spellings)

@@ -72,6 +72,28 @@ class Drafts(NamedTuple):
             rows, from_proposer = rows[kept], from_proposer[kept]
         return DraftStep.of_scheduled(forest, from_proposer, rows, num_tokens, computed)
 
+    def placed(self, rows: Int64s, starts: Int32s) -> DraftStep:
+        """The trees with nodes in a batch of requests that decode.
+
+        Parameters
+        ----------
+        rows : int64 [t]
+            The row of the batch of each tree's request, increasing.
+        starts : int32 [r + 1]
+            The first token of each request, then the number of tokens.
+        """
+        forest, from_proposer, contexts = self.forest, self.from_proposer, self.num_tokens - 1
+        if from_proposer is None:
+            from_proposer = np.ones(len(forest), np.bool_)
+        kept = np.flatnonzero(forest.sizes)
+        if len(kept) < len(forest):
+            forest = forest.take(kept, forest.sizes[kept])
+            rows, from_proposer, contexts = rows[kept], from_proposer[kept], contexts[kept]
+        before_roots = np.zeros(len(rows), np.int64)
+        return DraftStep(
+            forest, rows, starts[rows].astype(np.int64), contexts, from_proposer, before_roots
+        )
+
     def rows_in(self, req_ids: Sequence[str]) -> Int64s:
         """The row of the batch of each tree's request, int64 [t]."""
         if req_ids is self.req_ids:

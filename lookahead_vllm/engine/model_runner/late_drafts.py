@@ -22,9 +22,7 @@ from lookahead_vllm.draft.progress import (
     NO_TEXT,
     NOTHING_EMITTED,
     EmittedTokens,
-    Progress,
     WantedDrafts,
-    count_tokens,
     limit_trees,
 )
 from lookahead_vllm.draft.proposer import NoProposer
@@ -33,28 +31,16 @@ from lookahead_vllm.draft.trie.growth import NODES
 from lookahead_vllm.engine.model_runner.chain_drafts import ChainDrafts
 from lookahead_vllm.engine.model_runner.drafts import NOTHING_PLANNED, Drafts, Plan
 from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
+from lookahead_vllm.engine.model_runner.live_requests import LiveRequests
 from lookahead_vllm.engine.model_runner.step import Step
 from lookahead_vllm.engine.model_runner.waiter import Waiter
-from lookahead_vllm.engine.worker.drafter import LookaheadDrafter, prompt_tokens
+from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
 
 PROBE_EVERY = 4
 """While no slots are reserved, trees are grown in every fourth step, to see whether they pay."""
-
-
-class _Request:
-    """A request, on the drafting rank."""
-
-    def __init__(self, new: NewRequestData, row: int) -> None:
-        self.row = row
-        """Of its progress."""
-        self.prompt: Int32s | None = prompt_tokens(new)
-        """None once it was passed to the proposer."""
-        self.num_prompt = len(self.prompt)
-        """A session's next turn has a longer one."""
-        self.params = new.sampling_params
 
 
 class LateDrafts:
@@ -85,10 +71,7 @@ class LateDrafts:
     def __init__(self, drafter: LookaheadDrafter, grammars: GrammarCopies) -> None:
         self._drafter = drafter
         self._grammars = grammars
-        self._progress = Progress()
-        self._requests: dict[str, _Request] = {}
-        self._unfollowed: set[str] = set()
-        """Those that the proposer does not know yet."""
+        self._requests = LiveRequests(drafter, grammars)
         self._steps: deque[Step] = deque()
         """In order; the last ones may still run."""
         self._uncounted: list[Step] = []
@@ -108,69 +91,41 @@ class LateDrafts:
 
         Takes lookahead's options out of its sampling parameters.
         """
-        drafter, progress = self._drafter, self._progress
-        known = self._requests.get(new.req_id)
-        if known is not None:
+        if new.req_id in self._requests:
             self.learn()
-            if known.prompt is None and len(prompt_tokens(new)) > known.num_prompt:
+            if self._requests.is_next_turn(new):
                 self.finish(new.req_id)
-                known = None
-        new.sampling_params = drafter.announce(new.req_id, new.sampling_params)
-        if not drafter.is_drafting_rank:
-            return
-        assert new.prefill_token_ids is not None
-        num_tokens = len(new.prefill_token_ids)
-        if known is None:
-            row = progress.add(new.req_id, num_tokens)
-            self._requests[new.req_id] = _Request(new, row)
-            self._unfollowed.add(new.req_id)
-            if drafter.is_enabled(new.req_id):
-                self._grammars.start(new)
-            return
-        if known.prompt is None:  # else it was preempted before its first token
-            drafter.forget_options(new.req_id)
-        before = int(progress.arrays.num_tokens[known.row])
-        progress.arrays.num_repeated[known.row] += max(before - num_tokens, 0)
-        progress.resume(known.row, num_tokens)
+        self._requests.start(new)
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        request = self._requests.pop(request_id, None)
-        self._unfollowed.discard(request_id)
+        request = self._requests.finish(request_id)
         if request is not None:
-            self._progress.pop(request_id)
             for step in self._steps:
                 step.drop(request_id, request.row)
-        self._grammars.finish(request_id)
-        self._drafter.finish(request_id)
-
-    def _follow(self, req_id: str, request: _Request) -> None:
-        """Pass the request to the proposer."""
-        assert request.prompt is not None
-        drafter, prompt, request.prompt = self._drafter, request.prompt, None
-        live = drafter.follow(req_id, prompt, request.params)  # type: ignore[arg-type]
-        if live is not None:
-            self._progress.follow(request.row, live.text, live.remaining, live.stop_tokens)
 
     # ---- tokens ----------------------------------------------------------------------------------
 
     def add_step(self, step: Step) -> None:
         """Note a step that was launched. `verified` is filled in once its tokens are known."""
-        requests = self._requests
-        req_ids = step.output.model_runner_output.req_ids
-        rows = [requests[i].row if i in requests else GONE for i in req_ids]
-        step.launched, step.requests = time.perf_counter(), np.array(rows, np.int64)
+        requests, step.launched = self._requests, time.perf_counter()
+        if step.is_late and step.plan is not None:
+            step.requests = step.plan.wanted.rows.copy()  # all decode, in the order of the batch
+        else:
+            req_ids = step.output.model_runner_output.req_ids
+            rows = [requests[i].row if i in requests else GONE for i in req_ids]
+            step.requests = np.array(rows, np.int64)
+            for req_id in req_ids:
+                if req_id not in requests:
+                    step.drop(req_id, GONE)
         if self._chains is not None and self._drafted is not None:
             self._note_chains(step, self._chains, self._drafted)
-        for req_id in req_ids:
-            if req_id not in requests:
-                step.drop(req_id, GONE)
         self._steps.append(step)
         self._catch_up()
 
     def _note_chains(self, step: Step, chains: ChainDrafts, plan: Plan) -> None:
         """Note what a trained drafter has proposed before a step that has waited for its drafts."""
-        texts = self._progress.arrays.texts
+        texts = self._requests.progress.arrays.texts
         requests, trees = step.requests, step.whole_trees
         if len(plan.req_ids) == len(requests):  # all of them decode
             step.proposed = self._drafter.proposer.proposed_after(texts[requests])
@@ -200,13 +155,6 @@ class LateDrafts:
         with self._drafter.surviving("insert texts"):
             self._drafter.proposer.wait(seconds)
 
-    def _follow_new(self, step: Step) -> None:
-        """Pass the requests of a step that are new to the proposer; needs no tokens."""
-        for req_id in step.output.model_runner_output.req_ids:
-            if req_id in self._unfollowed:
-                self._unfollowed.remove(req_id)
-                self._follow(req_id, self._requests[req_id])
-
     def _end(self, step: Step) -> None:
         """The tokens of the first step were counted."""
         self._steps.popleft()
@@ -227,7 +175,6 @@ class LateDrafts:
         for step in self._uncounted:
             paths = step.accepted_paths
             recorder.count_drafts(step.whole_trees.forest, paths)
-            recorder.counters.moved_tokens += step.whole_trees.kv_moves(paths).shape[1]
             if self._chains is not None:
                 self._chains.observe(step, paths)
         self._uncounted.clear()
@@ -271,7 +218,7 @@ class LateDrafts:
         """The requests that could have a tree in this step, until `add_step`."""
         if self._drafted is None:
             return ()
-        arrays, rows = self._progress.arrays, self._drafted.wanted.rows
+        arrays, rows = self._requests.progress.arrays, self._drafted.wanted.rows
         # The text of a request that has ended stays behind its rows.
         is_drafted = (arrays.remaining[rows] > 0) & (arrays.num_repeated[rows] == 0)
         return set(compress(self._drafted.req_ids, is_drafted.tolist()))
@@ -323,8 +270,7 @@ class LateDrafts:
         rows = np.array([requests[req_id].row for req_id in decoding], np.int64)
         nodes = np.array([slots.get(req_id, 0) for req_id in decoding], np.int64)
         if drafter.reads_reasoning:
-            lengths = self._progress.arrays.num_tokens[rows]
-            nodes[:] = list(map(drafter.most_nodes_of, decoding, lengths.tolist(), nodes.tolist()))
+            nodes[:] = list(map(requests.most_nodes, decoding, nodes.tolist()))
         may_branch = np.full(len(decoding), drafter.may_branch)
         if chains_only:
             may_branch &= [req_id not in chains_only for req_id in decoding]
@@ -342,11 +288,10 @@ class LateDrafts:
 
     def _prepare(self, plan: Plan, step: Step | None) -> bool:
         """Do what needs no tokens of the `step` before; False if the proposer has failed."""
-        if self._unfollowed:
-            for launched in self._steps:
-                self._follow_new(launched)
+        for launched in self._steps:
+            self._requests.follow(launched.output.model_runner_output.req_ids)
         verified = None if step is None else step.verified
-        contexts = self._progress.arrays.num_tokens[plan.wanted.rows]
+        contexts = self._requests.progress.arrays.num_tokens[plan.wanted.rows]
         with self._drafter.surviving("draft"):
             proposer = self._drafter.proposer
             proposer.plan(plan.req_ids, plan.wanted, contexts, plan.load, verified)
@@ -358,13 +303,10 @@ class LateDrafts:
 
         There are at most `most` nodes, and none if the proposer fails.
         """
-        drafter, arrays = self._drafter, self._progress.arrays
+        drafter, arrays = self._drafter, self._requests.progress.arrays
         proposer, wanted = drafter.proposer, plan.wanted
         emitted = NOTHING_EMITTED if step is None else step.emitted
-        spans = count_tokens(arrays[:], emitted[:])
-        if step is not None and self._grammars:
-            self._advance_grammars(step, emitted, spans)
-        drafts = None
+        spans, drafts = emitted.new_spans(), None
         if is_planned:
             with drafter.surviving("draft"):
                 if step is not None and proposer.needs_accepted():
@@ -380,6 +322,8 @@ class LateDrafts:
         if drafts is None:
             none = NoProposer().draft(arrays, emitted, spans, wanted, drafter.max_model_len)
             drafts = Drafts(plan.req_ids, *none)
+        if step is not None and self._grammars:
+            self._advance_grammars(step, emitted, spans)
         return self._complete(drafts, wanted, most) if self._grammars else drafts
 
     def _advance_grammars(self, step: Step, emitted: EmittedTokens, spans: Int64s) -> None:
@@ -410,7 +354,7 @@ class LateDrafts:
         proposer, rows = self._drafter.proposer, plan.wanted.rows
         if self._chains is None or not self.may_be_silent or not self._steps or self._grammars:
             return None
-        arrays = self._progress.arrays
+        arrays = self._requests.progress.arrays
         if (arrays.texts[rows] == NO_TEXT).any() or arrays.num_repeated[rows].any():
             return None
         last = self._steps[-1]
@@ -422,11 +366,11 @@ class LateDrafts:
     def _limits(self, wanted: WantedDrafts) -> Int64s:
         """The limits of the trees of a step, as `limit_trees` returns them."""
         trees: Int64s = limit_trees(
-            self._progress.arrays[:], wanted[:], self._drafter.max_model_len
+            self._requests.progress.arrays[:], wanted[:], self._drafter.max_model_len
         )
         return trees
 
-    def num_computed(self, req_ids: Sequence[str]) -> Int32s:
-        """KV slots before this step's tokens, int32 [r]; right for requests that decode."""
-        rows = [self._requests[req_id].row for req_id in req_ids]
-        return (self._progress.arrays.num_tokens[rows] - 1).astype(np.int32)
+    def num_computed(self, step: Step) -> Int32s:
+        """KV slots before the tokens of a step that was added, int32 [r]; right for requests that
+        decode."""
+        return (self._requests.progress.arrays.num_tokens[step.requests] - 1).astype(np.int32)

@@ -369,10 +369,11 @@ class LookaheadRunner(DummyRuns):
     def _lay_out(self, step: Step) -> None:
         """Find the drafts' rows of the batch, and of its logits."""
         batch = step.batch
-        trees = step.drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
         if step.is_late:
+            trees = step.drafts.placed(step.rows, self._shape.split.starts)
             layout = self._shape.layout(trees.forest)
         else:
+            trees = step.drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
             ends = batch.cu_num_logits_np
             layout = NodeLayout.build(trees.forest, trees.rows, ends, self.device)
         step.trees = step.whole_trees = trees
@@ -481,7 +482,6 @@ class LookaheadRunner(DummyRuns):
         if not isinstance(output, AsyncOutput) or not self.drafter.is_drafting_rank:
             return output
         late = self._late
-        self._measure(step)
         if step.has_slots:
             report = LateReport(step.whole.sizes, step.whole.pays)
         else:
@@ -492,6 +492,7 @@ class LookaheadRunner(DummyRuns):
         step.output = output
         step.chains = None if self.trained is None else self.trained.chains
         late.add_step(step)
+        self._measure(step)
         messages.attach(output.model_runner_output, report)
         step_report.attach(output.model_runner_output, self.drafter.recorder.take_report())
         return output
@@ -531,7 +532,7 @@ class LookaheadRunner(DummyRuns):
             waited = step.has_slots and step.whole.waited
             self.drafter.observe_step(work._replace(waits=waited), step.elapsed)
         if not batch.has_prefill:
-            computed = self._late.num_computed(batch.req_ids)
+            computed = self._late.num_computed(step)
             step.work = step.trees.work(batch.num_scheduled_tokens, computed)
 
     def shutdown(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -51,9 +51,9 @@ class WarmUpDrafts:
         """See `LateDrafts`."""
         return False
 
-    def num_computed(self, req_ids: Sequence[str]) -> Int32s:
+    def num_computed(self, step: Step) -> Int32s:
         """See `LateDrafts`."""
-        return np.zeros(len(req_ids), np.int32)
+        return np.zeros(step.batch.num_reqs, np.int32)
 
     def grow(self, step: Step, chains_only: Collection[str] = ()) -> Drafts:
         """A draft for each request with slots; the first two nodes are children of the root."""

@@ -94,7 +94,7 @@ class LookaheadScheduler(AsyncScheduler):
         if not options.enabled:
             self._without_drafts.add(request.request_id)
         super().add_request(request)
-        if request.spec_decode_metrics is not None:
+        if request.spec_decode_metrics is not None or options.is_predicted:
             request.spec_decode_metrics = RequestMetrics.new(self.num_spec_tokens)
         self._continued.start(request)
 

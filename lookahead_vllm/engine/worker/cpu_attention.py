@@ -128,15 +128,11 @@ class CPUTreeAttention(TreeAttention):
         native.load()
 
     def replaces_chains(self, is_latent: bool) -> bool:
-        """See `TreeAttention`.
-
-        The compiled kernel takes half of the time of vLLM's (docs/experiments.md). vLLM's latent
-        attention computes a chain as a prompt, which rounds differently from decode rows.
-        """
+        """The compiled kernel takes half of the time of vLLM's (docs/experiments.md). vLLM's latent
+        attention computes a chain as a prompt, which rounds differently from decode rows."""
         return is_latent or native.available()
 
     def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
-        """See `TreeAttention`."""
         if latent_attention.is_latent(layers):
             return latent_attention.obstacle(group, layers, cache_dtype)
         # Layers with another attention pattern (chunks, an encoder) use a backend derived from
@@ -153,11 +149,8 @@ class CPUTreeAttention(TreeAttention):
         return None
 
     def unsupported_rows(self, groups: Sequence[Any]) -> str | None:
-        """See `TreeAttention`.
-
-        vLLM's kernel takes any cache for one of the model's dtype. If its elements are smaller, the
-        keys and values of a block overlap, so a rejected draft would change them.
-        """
+        """vLLM's kernel takes any cache for one of the model's dtype. If its elements are smaller,
+        the keys and values of a block overlap, so a rejected draft would change them."""
         for builder in [group.get_metadata_builder() for group in groups]:
             if not isinstance(builder, CPUAttentionMetadataBuilder):
                 continue
@@ -168,7 +161,6 @@ class CPUTreeAttention(TreeAttention):
         return None
 
     def mover(self, kv_caches: Sequence[torch.Tensor], layer: Any) -> SlotMover:
-        """See `TreeAttention`."""
         if latent_attention.is_latent([layer]):
             return LatentMover(kv_caches)
         return KVMover(kv_caches, kv_caches[0].shape[2], packed=PACKED[layer.isa])

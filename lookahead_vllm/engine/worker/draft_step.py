@@ -225,16 +225,6 @@ class DraftStep:
         firsts = verified.forest.firsts[: len(accepted), None]
         verified.accepted[(firsts + accepted)[accepted >= 0]] = True
 
-    def kv_moves(self, paths: Int32s) -> Int64s:
-        """Origins and targets, int64 [2, m], of accepted nodes that do not follow their root yet.
-
-        Both are indices among the step's tokens. `paths` as in `accepted_paths`.
-        """
-        moved = (paths >= 0) & (paths != np.arange(paths.shape[1]))
-        trees, depths = np.nonzero(moved)
-        firsts = self.starts[trees] + 1
-        return np.stack((firsts + paths[moved], firsts + depths))
-
 
 _NONE: Int64s = np.empty(0, np.int64)
 NO_DRAFTS = DraftStep(DraftForest.of([]), _NONE, _NONE, _NONE, np.empty(0, np.bool_), _NONE)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from llvmlite.binding import ffi
 from vllm.logger import init_logger
 
 from lookahead_vllm import compilation
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
-from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.proposer import NoProposer, Proposer
 from lookahead_vllm.draft.registry import make_proposer
-from lookahead_vllm.draft.tree import EMPTY_TREE, UNKNOWN, DraftForest, DraftTree, DraftTreeError
-from lookahead_vllm.engine import config, request_options
-from lookahead_vllm.engine.request_options import RequestOptions
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftTreeError
+from lookahead_vllm.engine import config
 from lookahead_vllm.engine.worker.cache import open_cache
 from lookahead_vllm.engine.worker.fleet import join_fleet
 from lookahead_vllm.engine.worker.step_recorder import Counters, StepRecorder
@@ -28,9 +24,6 @@ from lookahead_vllm.machine import memory_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import NewRequestData
-    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     from lookahead_vllm.draft.cache.keeper import CacheKeeper
     from lookahead_vllm.draft.fleet.exchange import Exchange
@@ -58,34 +51,6 @@ def _hide_dunders_of_llvmlite() -> None:
 
 _hide_dunders_of_llvmlite()
 
-
-def prompt_tokens(request: CachedRequestState | NewRequestData) -> Int32s:
-    """A request's prompt, int32 [m]; UNKNOWN in place of embeddings and images."""
-    prompt = np.array(request.prompt_token_ids or (), np.int32)
-    if (are_ids := request.prompt_is_token_ids) is not None:
-        prompt[~np.array(are_ids, np.bool_)] = UNKNOWN
-    for feature in request.mm_features:
-        place = feature.mm_position
-        span = prompt[place.offset : place.offset + place.length]
-        span[... if place.is_embed is None else place.is_embed.numpy()] = UNKNOWN
-    return prompt
-
-
-@dataclass(slots=True)
-class LiveRequest:
-    """A request that gets drafts."""
-
-    text: int
-    """The row of its text in the proposer."""
-    remaining: int
-    """Tokens that may still be emitted: up to max_tokens, or max_model_len without one."""
-    stop_tokens: frozenset[int | None]
-    """Tokens that end the request."""
-
-
-MAX_TOKENS_READ = 1 << 19
-"""The most tokens that vLLM reads to find the end of one request's reasoning. Under a grammar it
-reads the whole text at each node; a million tokens take 1.4 ms."""
 
 MAX_LOGITS_BYTES = 512 << 20
 """The most bytes of logits at the nodes of a step."""
@@ -128,9 +93,6 @@ class LookaheadDrafter:
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         row_bytes = self.vocab_size * vllm_config.model_config.dtype.itemsize
         self.max_step_nodes = max(MAX_LOGITS_BYTES // row_bytes, self.options.decoding_length)
-        self._options: dict[str, RequestOptions] = {}
-        self._live: set[str] = set()
-        self._with_grammar: set[str] = set()
         self.reads_reasoning = bool(vllm_config.structured_outputs_config.reasoning_parser)
         """Whether a grammar may begin only after the reasoning, which vLLM looks for."""
         compilation.wait()
@@ -168,63 +130,6 @@ class LookaheadDrafter:
         """Numbers of drafts since the worker started."""
         return self.recorder.counters
 
-    def announce(self, request_id: str, params: SamplingParams | None) -> SamplingParams | None:
-        """Register a new request; returns its parameters without lookahead's `extra_args`.
-
-        A request that is announced again, after a preemption, keeps its options: its parameters
-        have no references any more.
-        """
-        if params is None:
-            return None
-        params = copy(params)  # several answers to one request share their parameters
-        options, params.extra_args = request_options.options_in_worker(params.extra_args)
-        if not self.is_drafting_rank:
-            options = replace(options, references=())
-        self._options.setdefault(request_id, options)
-        if params.structured_outputs is not None:
-            self._with_grammar.add(request_id)
-        return params
-
-    def is_enabled(self, request_id: str) -> bool:
-        """Whether an announced request may get drafts."""
-        return self._options[request_id].enabled
-
-    def forget_options(self, request_id: str) -> None:
-        """Drop what `announce` kept of a request that is followed already."""
-        self._options.pop(request_id, None)
-
-    def follow(
-        self, request_id: str, prompt: Sequence[int], params: SamplingParams | None
-    ) -> LiveRequest | None:
-        """Make the record of a request, at its first token.
-
-        The proposer gets no requests that turned lookahead off, and none that are for one token:
-        these cannot have a draft, and may belong to a beam search, whose namespace is unknown.
-        """
-        if params is None or params.max_tokens == 1:  # None: a pooling request
-            return None
-        options = self._options.pop(request_id)
-        if not options.enabled:
-            return None
-        self._live.add(request_id)
-        live = None
-        with self.surviving("begin with a request"):
-            self.proposer.start(
-                request_id, prompt, options.namespace, options.references, options.proposer
-            )
-            remaining = self.max_model_len if params.max_tokens is None else params.max_tokens
-            stop_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}
-            text = self.proposer.text_of(request_id)
-            live = LiveRequest(text, remaining, frozenset(stop_tokens))
-        return live
-
-    def most_nodes_of(self, request_id: str, num_tokens: int, max_nodes: int) -> int:
-        """`max_nodes`, or fewer if vLLM reads the request's text at each node; it is `num_tokens`
-        long."""
-        if self.reads_reasoning and request_id in self._with_grammar:
-            return min(max_nodes, MAX_TOKENS_READ // num_tokens)
-        return max_nodes
-
     @contextmanager
     def surviving(self, task: str) -> Iterator[None]:
         """Let the step go on without drafts if the proposer fails in the block; logged once."""
@@ -239,15 +144,6 @@ class LookaheadDrafter:
                 type(error).__name__,
                 error,
             )
-
-    def finish(self, request_id: str) -> None:
-        """Forget a request that has ended. A preempted request has not."""
-        self._options.pop(request_id, None)
-        self._with_grammar.discard(request_id)
-        if request_id in self._live:
-            self._live.remove(request_id)
-            with self.surviving("end a request"):
-                self.proposer.finish(request_id)
 
     def observe_step(self, work: StepWork | None, elapsed: float) -> None:
         """Learn what a step costs, and report it; `elapsed` in seconds.

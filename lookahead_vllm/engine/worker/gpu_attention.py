@@ -253,7 +253,6 @@ class GPUTreeAttention(TreeAttention):
     replaces_recurrent_chains = False
 
     def register(self) -> None:
-        """See `TreeAttention`."""
         for backend, ours in (
             (AttentionBackendEnum.FLASH_ATTN, TreeFlashAttentionBackend),
             (AttentionBackendEnum.TRITON_ATTN, TreeTritonAttentionBackend),
@@ -266,8 +265,8 @@ class GPUTreeAttention(TreeAttention):
         selector._cached_get_attn_backend.cache_clear()
 
     def merges_contexts(self, groups: Sequence[Any], layers: Sequence[Any]) -> bool:
-        """See `TreeAttention`. FlashAttention 3 takes half of the time of tree attention for a
-        context; its windows follow places instead of depths, so layers with one keep the trees."""
+        """FlashAttention 3 takes half of the time of tree attention for a context; its windows
+        follow places instead of depths, so layers with one keep the trees."""
         return all(group.backend is TreeFlashAttentionBackend for group in groups) and all(
             impl.vllm_flash_attn_version == 3
             and impl.sliding_window == (-1, -1)
@@ -283,7 +282,6 @@ class GPUTreeAttention(TreeAttention):
         return False
 
     def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
-        """See `TreeAttention`."""
         if latent_attention.is_latent(layers):
             return latent_attention.obstacle(group, layers, cache_dtype)
         # Layers with another attention pattern (chunks, an encoder) use a backend derived from
@@ -316,11 +314,8 @@ class GPUTreeAttention(TreeAttention):
         return None
 
     def unsupported_rows(self, groups: Sequence[Any]) -> str | None:
-        """See `TreeAttention`.
-
-        Most backends of latent attention compute decode rows only if all requests have equally
-        many.
-        """
+        """Most backends of latent attention compute decode rows only if all requests have equally
+        many."""
         for group in groups:
             builder = group.get_metadata_builder()
             support = getattr(builder, "query_len_support", None)
@@ -329,7 +324,6 @@ class GPUTreeAttention(TreeAttention):
         return None
 
     def mover(self, kv_caches: Sequence[torch.Tensor], layer: Any) -> PagedKVMover:
-        """See `TreeAttention`."""
         if latent_attention.is_latent([layer]):
             kv_caches = [cache.unsqueeze(1) for cache in kv_caches]  # the latents are one head
         return PagedKVMover(kv_caches)

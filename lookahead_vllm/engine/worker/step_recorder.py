@@ -84,6 +84,7 @@ class StepRecorder:
         counters.branching_trees += int(forest.branching.sum())
         counters.nodes += forest.num_nodes
         counters.accepted_nodes += sum(accepted)
+        counters.moved_tokens += counts.moved
         report.count_nodes(verified, accepted)
         report.count_lengths((1 + counts.lengths[drafted]).tolist())
 

@@ -19,21 +19,18 @@ _BLOCK = 1024
 
 
 def apply_penalties(logits: Tensor, rows: Histories, penalties: Penalties) -> None:
-    """See `history.apply_penalties`."""
     _penalize(logits.numpy(), *arrays(rows), *arrays(penalties))
 
 
 def apply_bad_words(
     logits: Tensor, rows: Histories, texts: Texts, words: BadWords, max_words: int
 ) -> None:
-    """See `history.apply_bad_words`."""
     _exclude(logits.numpy(), *arrays(rows), *arrays(texts), *arrays(words))
 
 
 def apply_thinking_budgets(
     logits: Tensor, rows: Histories, slots: Tensor, texts: Texts, thinking: ThinkingBudgets
 ) -> None:
-    """See `history.apply_thinking_budgets`."""
     tokens, _, lengths = arrays(texts)
     budgets = arrays(thinking)
     find_markers(slots.numpy(), tokens, lengths, *budgets[:6])

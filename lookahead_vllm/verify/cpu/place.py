@@ -13,8 +13,6 @@ _NONE: Int32s = np.empty(0, np.int32)
 
 
 class Placer:
-    """See `place.Placer`."""
-
     def __init__(self, table: RequestTable, rows: StepRows) -> None:
         self._read = tuple(part.numpy() for part in table[:3])
         written = *rows[:5], *rows[6:]  # all but the slots
@@ -32,7 +30,6 @@ class Placer:
         tree_lengths: Tensor | None = None,
         contexts_only: bool = False,
     ) -> None:
-        """See `place.Placer`."""
         split = packed.numpy()
         if split[0] < 0:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
@@ -9,22 +11,16 @@ from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.verify.walk import Walk
 
 
-def walk_rows(
-    ids: Tensor,
-    sampled: Tensor,
-    parents: Tensor,
-    cu_num_logits: Tensor,
-    logits_indices: Tensor,
-    width: int,
-    out: Walk,
-) -> None:
-    """`walk.walk` for checked arguments; writes `out`.
+def walk_rows(rows: Sequence[Tensor], cu_num_logits: Tensor, out: Walk) -> None:
+    """Write `out`, by the ids, sampled tokens, parents and indices of the rows, as in `walk.walk`.
 
     Raises
     ------
     ValueError
-        A request has more than `width` rows.
+        A request has more rows than `out` is wide.
     """
+    ids, sampled, parents, logits_indices = rows
+    width = out.tokens.shape[1]
     most = _walk(
         ids.long().numpy(),
         sampled.numpy(),

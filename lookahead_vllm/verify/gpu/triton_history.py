@@ -15,7 +15,6 @@ _ROWS = ["slots", "ids", "parents"]
 
 
 def apply_penalties(logits: Tensor, rows: Histories, penalties: Penalties) -> None:
-    """See `history.apply_penalties`."""
     vocab = logits.shape[1]
     _penalize[(len(logits), triton.cdiv(vocab, _BLOCK))](
         logits, *rows, *penalties, vocab, logits.stride(0),
@@ -26,7 +25,6 @@ def apply_penalties(logits: Tensor, rows: Histories, penalties: Penalties) -> No
 def apply_bad_words(
     logits: Tensor, rows: Histories, texts: Texts, words: BadWords, max_words: int
 ) -> None:
-    """See `history.apply_bad_words`."""
     _exclude_bad_words[(len(logits), max_words)](
         logits, *rows, *texts, *words, logits.stride(0), texts.token_ids.stride(0),
         words.token_ids.stride(0), words.offsets.stride(0), num_warps=1,
@@ -36,7 +34,6 @@ def apply_bad_words(
 def apply_thinking_budgets(
     logits: Tensor, rows: Histories, slots: Tensor, texts: Texts, thinking: ThinkingBudgets
 ) -> None:
-    """See `history.apply_thinking_budgets`."""
     lengths = [len(marker) for marker in thinking[4:]]
     _find_markers[(len(slots),)](
         slots, texts.token_ids, texts.total_lens, *thinking[:6],

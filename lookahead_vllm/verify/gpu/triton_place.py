@@ -26,8 +26,6 @@ _BUFFERS += ["parents", "places", "depths"]
 
 
 class Placer:
-    """See `place.Placer`."""
-
     def __init__(self, table: RequestTable, rows: StepRows) -> None:
         self._table, self._rows = table, rows
         device, blocks = rows.ids.device, table.blocks
@@ -46,7 +44,6 @@ class Placer:
         tree_lengths: Tensor | None = None,
         contexts_only: bool = False,
     ) -> None:
-        """See `place.Placer`."""
         table, rows = self._table, self._rows
         _place[(most_requests + 1,)](
             packed, *table[:3], *self._addresses, *rows, table.drafted.stride(0),

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lookahead_vllm.verify.walk import Walk
 
-_BUFFERS = ["ids", "sampled", "parents", "cu_num_logits", "logits_indices"]
+_BUFFERS = ["ids", "sampled", "parents", "logits_indices", "cu_num_logits"]
 _RESULTS = ["tokens", "num_sampled", "order", "origins", "targets"]
 
 
-def walk_rows(
-    ids: Tensor,
-    sampled: Tensor,
-    parents: Tensor,
-    cu_num_logits: Tensor,
-    logits_indices: Tensor,
-    width: int,
-    out: Walk,
-) -> None:
-    """`walk.walk` for checked arguments; writes `out`.
+def walk_rows(rows: Sequence[Tensor], cu_num_logits: Tensor, out: Walk) -> None:
+    """Write `out`, by the ids, sampled tokens, parents and indices of the rows, as in `walk.walk`.
 
-    Rows of a request after the first `width` ones are never accepted, and their `order` is not
-    written. There is one kernel for each power of two that `width` rounds up to, from 16 on.
+    Rows of a request beyond the width of `out` are never accepted, and their `order` is not
+    written. There is one kernel for each power of two that the width rounds up to, from 16 on.
     """
-    _walk[(len(out.num_sampled) + 1,)](
-        ids.contiguous(), sampled.contiguous(), parents.contiguous(),
-        cu_num_logits.contiguous(), logits_indices.contiguous(),
-        *out, len(ids), width,
+    num_requests, width = out.tokens.shape
+    _walk[(num_requests + 1,)](
+        *(part.contiguous() for part in (*rows, cu_num_logits)), *out, len(rows[0]), width,
         BLOCK=max(16, triton.next_power_of_2(width)), num_warps=1,
     )  # fmt: skip
 
@@ -39,7 +32,7 @@ def walk_rows(
     do_not_specialize_on_alignment=_BUFFERS + _RESULTS,
 )
 def _walk(
-    ids, sampled, parents, cu_num_logits, logits_indices,
+    ids, sampled, parents, logits_indices, cu_num_logits,
     tokens, num_sampled, order, origins, targets, num_rows, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program for each request, and one for the rows after those of all requests."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from tests.support.reference_trie import count_edges
@@ -42,7 +43,8 @@ def test_an_answer_that_copies_a_document_gets_the_chain_that_follows(proposer):
     proposer.start("r", [1, *DOCUMENT, 2])
     read(proposer, {"r": DOCUMENT[:4]})
     tree = draft(proposer, "r")
-    assert tree.is_chain and tree.tokens.tolist() == DOCUMENT[4:20]
+    assert tree.tokens.tolist() == DOCUMENT[4:20]
+    assert tree.depths.tolist() == [*range(1, 17)]
 
 
 def test_a_prompt_with_an_end_of_sequence_in_its_middle_is_indexed_whole(proposer):
@@ -147,9 +149,10 @@ def test_every_tree_is_valid_within_its_limits_and_best_first(
         assert len(tree) == 0 or tree.depths.max() <= max_depth
         assert (np.diff(tree.probs) <= 0).all() and (tree.probs > 0).all()
         assert (tree.probs < 1).all()
-        assert may_branch or tree.is_chain
+        forest = DraftForest.of([tree])
+        assert may_branch or not forest.branching[0]
         for n in range(len(tree)):
-            tree.prefix(n).check(vocab_size=6, max_nodes=n)
+            forest.at_most(n)[0].check(vocab_size=6, max_nodes=n)
     assert count_edges(proposer.trie) <= 1024
 
 

@@ -16,7 +16,12 @@ from lookahead_vllm.draft.trie import table
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.sessions import MAX_CHANGED_TOKENS, Session, Sessions
 from lookahead_vllm.draft.trie.suffix import WHOLE, hashes_of
-from lookahead_vllm.draft.trie.table import MIN_REGION_LINES, SLOTS_PER_LINE, Trie
+from lookahead_vllm.draft.trie.table import (
+    MIN_REGION_LINES,
+    SLOTS_PER_LINE,
+    SLOTS_PER_TOKEN,
+    Trie,
+)
 from tests.draft.trie.test_proposer_model import draft, seen_in
 from tests.support.reference_trie import SUFFIXES, TrieModel, count_edges, found_after
 
@@ -72,6 +77,7 @@ def _short(monkeypatch):
     for name in ("MIN_TOKENS", "BLOCK_TOKENS"):
         monkeypatch.setattr(module, name, 2)
     monkeypatch.setattr(module, "MAX_CHANGED_TOKENS", 3)
+    monkeypatch.setattr(module, "MAX_GENERATION_PROMPT", 0)
 
 
 # What is inserted.
@@ -235,6 +241,61 @@ def test_a_long_answer_is_not_kept():
         assert not session.trie.is_live(session.space)
 
 
+# Spellings.
+
+
+def counts(trie, space):
+    """How often each edge of a space was counted."""
+    own = table.spaces_of(trie.edges) == space
+    uses = trie.edges[own, table.USE]
+    times = uses >> table.COUNT_SHIFT & table.MAX_UINT16
+    return times.tolist()
+
+
+@pytest.mark.usefixtures("_large")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_spelling_is_inserted_once_in_all_turns(at_once):
+    """If the client sends the turn again, too."""
+    sessions, queue = sessions_in(at_once=at_once)
+    prompt, news, texts = text_of(1, 600), text_of(2, 30), [text_of(3, 200), text_of(4, 90)]
+    for turns in ([prompt, [texts[0]]], [np.concatenate((prompt, news)), [texts[1]]]):
+        for _ in range(2):
+            session = sessions.open("a", turns[0], spellings=turns[1])
+            for _ in range(2):
+                queue.end_step()
+            sessions.close(session, ids([]))
+    queue.seconds = math.inf
+    queue.work()
+    trie = Trie(1024, 1 << 23)
+    space = trie.new_private(1000)
+    for text in (np.concatenate((prompt, news)), *texts):
+        trie.insert(space, hashes_of(text[:0]), text, with_whole=False)
+    assert sorted(counts(session.trie, session.space)) == sorted(counts(trie, space))
+
+
+@pytest.mark.usefixtures("_large")
+@pytest.mark.parametrize("num_turns", [0, 10, 11, 99])
+@pytest.mark.parametrize("changed", [module.MAX_GENERATION_PROMPT, MAX_CHANGED_TOKENS])
+def test_a_spelling_goes_with_its_text(changed, num_turns):
+    """However far the queue was, unless only the beginning of the answer changes."""
+    sessions, queue = sessions_in(at_once=False)
+    prompt, spelled = text_of(1, 600), [ids(np.random.default_rng(0).permutation(40_000)[:200])]
+    session = sessions.open("a", prompt, spellings=spelled)
+    for _ in range(num_turns):
+        queue.end_step()
+    sessions.close(session, ids([]))
+    whole = np.concatenate((prompt[:-changed], text_of(2, 90)))
+    assert sessions.open("a", whole) is session
+    queue.seconds = math.inf
+    queue.work()
+    if changed > module.MAX_GENERATION_PROMPT:
+        assert held(session, whole) == expected(whole)
+    else:
+        for text in spelled:
+            found = found_after(session.trie, session.space, hashes_of(text[:80]), 1)
+            assert len(found) == 1
+
+
 # The bound.
 
 
@@ -249,6 +310,28 @@ def test_the_least_recently_used_go_and_the_others_are_whole():
     assert is_live == [True, False, False, True, True, True, True]
     num_all, num_held = sessions.sample(1000)
     assert num_held > 0.99 * num_all == 0.99 * 8000
+
+
+def test_what_is_kept_stays_within_the_bound_over_many_sessions():
+    """Of 500 sessions with three turns, which come in any order."""
+    sessions, queue = sessions_in(text_nodes=1 << 19)
+    trie, size = sessions._trie, sessions._trie.num_bytes
+    rng = np.random.default_rng(0)
+    texts = [ids(rng.integers(0, 40_000, rng.integers(520, 3000))) for _ in range(500)]
+    for i in rng.permutation(np.repeat(np.arange(500), 3)):
+        texts[i] = np.concatenate((texts[i], ids(rng.integers(0, 40_000, 70))))
+        session = sessions.open("a", texts[i], spellings=[texts[i][-70:]])
+        queue.work()
+        sessions.close(session, texts[i][:50])
+        kept = [*sessions._all.values()]
+        num_tokens = sum(
+            len(one.tokens) + sum(len(spelling.tokens) for spelling in one.spellings)
+            for one in kept
+        )
+        assert num_tokens * SLOTS_PER_TOKEN <= 1 << 19
+        assert len(kept) == np.count_nonzero(trie.live[:-1, 0]) == len(sessions._idle)
+        assert sum(map(len, sessions._by_key.values())) == len(kept)
+    assert trie.num_bytes == size and len(kept) >= 5
 
 
 def test_live_texts_do_not_go_and_may_share_their_room():
@@ -296,11 +379,14 @@ def check_sessions(actions):
     """Fail if a draft has a token that neither its request's text nor an answer of its namespace
     has there; texts begin alike, continue each other, and come back in other namespaces."""
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=100_000))
-    live, texts, answers = {}, [[7, 8, 9, 10]], {}
+    live, texts, answers, spelled = {}, [[7, 8, 9, 10]], {}, []
 
     def check(request_id):
         key, text = live[request_id]
         seen = seen_in(text, 0) | answers.get(key, set())
+        for other, prompt, tokens in spelled:
+            if other == key and text[: len(prompt)] == prompt:
+                seen |= seen_in(tokens, 0)
         tree = draft(proposer, request_id)
         paths = []
         for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
@@ -327,8 +413,10 @@ def check_sessions(actions):
                 "start": [7, 8, 9, 10, *tokens],
                 "same": list(text),
             }.get(action, [*text[: max(4, cut)], *tokens])
-            proposer.start(request_id, prompt, namespace)
+            spelling = [*tokens, *(token + 4 for token in tokens), *tokens]
+            proposer.start(request_id, prompt, namespace, spellings=[spelling])
             key = namespace if namespace is not None else f"none {serial}"
+            spelled.append((key, list(prompt), spelling))
             live[request_id] = key, prompt
         for request_id in live:
             check(request_id)
@@ -358,6 +446,7 @@ def _of_any_namespace(open_session):
     [
         (Session, "continue_with", lambda _: _keep_all),
         (Sessions, "open", _of_any_namespace),
+        (module, "MAX_GENERATION_PROMPT", lambda _: 100),
         (module, "_num_common", lambda _: lambda a, b: min(len(a), len(b))),
     ],
 )

@@ -17,7 +17,6 @@ from lookahead_vllm.draft.progress import (
     EmittedTokens,
     Progress,
     WantedDrafts,
-    count_tokens,
     no_chains,
 )
 from lookahead_vllm.draft.proposer import Verified
@@ -85,8 +84,7 @@ class Pair:
         self.late.plan(IDS, wanted, contexts, load, verified)
         chains = self.chains()
         emitted = EmittedTokens(self.rows, tokens, counts, chains)
-        spans = count_tokens(self.progress.arrays[:], emitted[:])
-        arrays = self.progress.arrays
+        spans, arrays = emitted.new_spans(), self.progress.arrays
         late, num_tokens = self.late.draft(arrays, emitted, spans, wanted, MAX_MODEL_LEN)
         self.late.learn()
         is_decoding = arrays.is_decoding[self.rows]
@@ -202,7 +200,7 @@ def test_what_a_request_has_said_is_learned_before_it_ends() -> None:
     wanted = WantedDrafts(pair.rows, np.zeros(REQUESTS, np.int64), np.ones(REQUESTS, np.bool_))
     pair.late.plan(IDS, wanted, pair.lengths, Load(), None)
     emitted = EmittedTokens(pair.rows, tokens, np.full(REQUESTS, 4, np.int32))
-    spans = count_tokens(pair.progress.arrays[:], emitted[:])
+    spans = emitted.new_spans()
     pair.late.draft(pair.progress.arrays, emitted, spans, wanted, MAX_MODEL_LEN)
     pair.late.finish("0")
     pair.late.start("again", [100, 101])
@@ -224,7 +222,7 @@ def test_choices_do_not_predict_the_tokens_that_were_chosen_from_them() -> None:
             verified.at_roots[:, 0] = step[:, 0]  # which is why they were emitted
         late.plan(IDS, wanted, pair.lengths, Load(), verified)
         emitted = EmittedTokens(pair.rows, step, np.ones(REQUESTS, np.int32))
-        spans = count_tokens(pair.progress.arrays[:], emitted[:])
+        spans = emitted.new_spans()
         sent, _ = late.draft(pair.progress.arrays, emitted, spans, wanted, MAX_MODEL_LEN)
         late.learn()
     hits = late.rate.trials[:, HITS] - before[:, HITS]

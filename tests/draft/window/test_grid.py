@@ -126,7 +126,7 @@ def test_a_window_of_one_level_is_jacobi_decoding():
     """N = 2: the next guess of each position is what the model says before it."""
     windows, rows = full_window(WindowShape(4, 2), [[0, 5, 6, 7]])
     tree = add_comb(windows, rows, DraftTree.chain([]))
-    assert tree.tokens.tolist() == [5, 6, 7] and tree.is_chain
+    assert tree.tokens.tolist() == [5, 6, 7] and tree.depths.tolist() == [1, 2, 3]
     iterate(windows, rows, tree, lambda token: token + 10)
     assert windows.tokens[rows[0], 0, 1:4].tolist() == [15, 16, 17]
 

@@ -12,7 +12,8 @@ from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from lookahead_vllm.engine.front_end import stat_logger
-from tests.support.driving import engine
+from lookahead_vllm.engine.request_options import with_prediction
+from tests.support.driving import drafter_of, engine
 from tests.support.proposers import record
 
 PROMPTS = [[5, 6, 7, 8] * 8, [9, 10, 11] * 6, [20, 21] * 5, [30, 31, 32] * 4]
@@ -112,3 +113,27 @@ def test_the_next_turn_finds_all_blocks_of_an_answer(llama: Path) -> None:
     with engine(llama, {"proposer": "always_right", "budget": 16}, **settings) as llm:
         assert hits(llm) == expected
         assert counted() == expected_counts
+
+
+@pytest.mark.parametrize("level", ["none", "summary", "detailed"])
+def test_drafts_are_counted_by_request(llama: Path, level: str) -> None:
+    """Of requests with a prediction always, of all with --per-request-spec-decode-metrics."""
+    params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True) for _ in PROMPTS]
+    params[1].extra_args = with_prediction(None, {"type": "content", "content": "a prediction"})
+    settings = dict(skip_tokenizer_init=False, per_request_spec_decode_metrics=level)
+    with engine(llama, {"budget": 16}, **settings) as llm:
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        metrics = [output.outputs[0].spec_decode_metrics for output in outputs]
+        if level == "none":
+            assert [one is not None for one in metrics] == [False, True, False, False]
+            return
+        counted = [one.to_dict() for one in metrics]
+        counters = drafter_of(llm).counters
+        for name, number in (
+            ("num_spec_steps", counters.trees),
+            ("num_draft_tokens", counters.nodes),
+            ("num_accepted_draft_tokens", counters.accepted_nodes),
+        ):
+            assert sum(one[name] for one in counted) == number > 0
+        assert all(("per_step_drafted" in one) == (level == "detailed") for one in counted)

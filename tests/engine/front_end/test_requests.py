@@ -26,7 +26,7 @@ from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.front_end import requests
 from lookahead_vllm.engine.front_end.requests import with_early_check
 from lookahead_vllm.engine.request_options import RequestError, parse_options
-from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
+from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts, runner_of
 from tests.support.models import save_adapter, save_tiny_model
 from tests.support.proposers import Recorder
 
@@ -299,25 +299,24 @@ def test_endpoints_still_refuse_what_is_no_json(endpoints: TestClient) -> None:
 def test_references_are_kept_only_until_they_are_inserted(llama: Path, leads: bool) -> None:
     """And only by the rank that drafts."""
     with engine(llama, {"budget": 16}) as llm:
-        drafter = drafter_of(llm)
-        drafter.is_drafting_rank = leads
+        drafter_of(llm).is_drafting_rank = leads
+        requests: Any = runner_of(llm)._late._requests
         seen = []
         params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, detokenize=False)
         params.extra_args = {"lookahead_reference": [[7, 8, 9]]}
         core = llm.llm_engine
         core.add_request("r", TokensPrompt(prompt_token_ids=[5, 6]), params)
-        announce = drafter.announce
+        start = requests.start
 
-        def watched(*args: Any) -> Any:
-            announced = announce(*args)
-            seen.extend(len(options.references) for options in drafter._options.values())
-            return announced
+        def watched(new: Any) -> None:
+            start(new)
+            seen.extend(len(one.options.references) for one in requests._requests.values())
 
-        drafter.announce = watched  # type: ignore[method-assign]
+        requests.start = watched
         for _ in range(3):  # the proposer learns a step's tokens in the next one
             core.step()
-        assert seen == [1 if leads else 0]
-        assert not any(options.references for options in drafter._options.values())
+        assert seen == [1] * leads
+        assert not any(one.options for one in requests._requests.values())
         (request,) = core.engine_core.engine_core.scheduler.requests.values()
         assert request.sampling_params.extra_args["lookahead"]["reference"] == []
         while core.has_unfinished_requests():

@@ -28,7 +28,7 @@ from tests.support.parser_texts import (
     special_tokens,
     tool_texts,
 )
-from tests.support.scripted_core import Script, Server, scripted_server
+from tests.support.scripted_core import NODES, Script, Server, scripted_server
 from tests.support.tokenizer import CHAT_TEMPLATE
 
 END = 1
@@ -211,6 +211,31 @@ def metrics() -> Counter[str]:
             if sample.name.startswith("vllm:") and not real_time.search(sample.name):
                 totals[sample.name + sample.labels.get("le", "")] += sample.value
     return totals
+
+
+DETAILS = re.compile(r',"completion_tokens_details":({[^}]*}|null)')
+
+
+@pytest.mark.parametrize("options", [{}, dict(n=2), dict(max_tokens=20)], ids=str)
+def test_usage_says_how_much_of_a_prediction_was_accepted(
+    server: Server, tokenizer: Any, options: dict[str, Any]
+) -> None:
+    """Parsed or not, streamed or not; nothing else of the answer changes."""
+    body = dict(messages=BODIES[CHAT]["messages"], max_tokens=100) | options
+    predicted = body | {"prediction": {"type": "content", "content": "a text"}}
+    ids = [*tokenizer.encode("a text that was predicted"), END][: body["max_tokens"]]
+    steps, n = bursts(ids, 1), options.get("n", 1)
+    accepted = n * (len(ids) - len(steps))
+    rejected = n * NODES * (len(steps) - 1) - accepted
+    expected = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    for tool in (None, "hermes"):
+        server.configure(tool=tool)
+        for usage in ({}, USAGE):
+            ask = server.stream if usage else server.answer
+            lines = [ask(CHAT, Script(steps, END), one | usage) for one in (predicted, body)]
+            answer, plain = map("\n".join, lines)
+            assert json.loads(DETAILS.findall(answer)[-1]) == {"reasoning_tokens": 0, **expected}
+            assert DETAILS.sub("", answer) == DETAILS.sub("", plain)
 
 
 def test_an_error_overtakes_the_tokens_that_wait() -> None:

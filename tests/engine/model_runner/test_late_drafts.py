@@ -24,7 +24,6 @@ from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.model_runner.step import Step
-from lookahead_vllm.engine.worker.drafter import LiveRequest
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import TestProposer
 
@@ -117,10 +116,6 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
 
     proposer = Proposer(LookaheadOptions())
 
-    def follow(req_id: str, prompt: Any, params: Any) -> LiveRequest:
-        proposer.start(req_id, prompt)
-        return LiveRequest(proposer.text_of(req_id), 9, frozenset())
-
     drafter: Any = SimpleNamespace(
         recorder=SimpleNamespace(timed=lambda name: nullcontext()),
         surviving=lambda task: nullcontext(),
@@ -129,10 +124,6 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
         max_model_len=100,
         checked=lambda forest, max_nodes: forest,
         is_drafting_rank=True,
-        is_enabled=lambda req_id: False,
-        announce=lambda req_id, params: params,
-        follow=follow,
-        finish=lambda req_id: None,
     )
     late = LateDrafts(drafter, GrammarCopies(None))  # type: ignore[arg-type]
     new: Any = SimpleNamespace(
@@ -141,7 +132,7 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
         prompt_is_token_ids=None,
         mm_features=[],
         prefill_token_ids=[1, 2],
-        sampling_params=None,
+        sampling_params=SamplingParams(max_tokens=9),
     )
     output: Any = SimpleNamespace(
         model_runner_output=SimpleNamespace(req_ids=["r"]),
@@ -209,7 +200,7 @@ def test_no_choices_are_kept_for_an_ended_request(
     add_step = LateDrafts.add_step
 
     def watched(self: LateDrafts, step: Step) -> None:
-        arrays = self._progress.arrays
+        arrays = self._requests.progress.arrays
         for req_id in () if step.verified is None else step.verified.request_ids:
             remaining.append(int(arrays.remaining[self._requests[req_id].row]))
         add_step(self, step)

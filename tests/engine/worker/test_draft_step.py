@@ -64,12 +64,6 @@ def test_a_step_that_reads_a_prompt_has_no_known_work() -> None:
     assert NO_DRAFTS.work(np.array([1]), np.array([50])) == StepWork(1, 1, 0, 50, 50, 0)
 
 
-def test_accepted_nodes_that_do_not_follow_the_root_move() -> None:
-    step = of_scheduled([0, 1])
-    paths = np.array([[0, 1], [2, -1]], np.int32)
-    assert step.kv_moves(paths).tolist() == [[9], [7]]
-
-
 def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted() -> None:
     step = of_scheduled([0, 1])
     num_nodes = np.array([2, 0, 3])

@@ -85,7 +85,7 @@ def test_only_rows_of_trees_are_overwritten(layout: str, options: dict[str, Any]
     plain = builder.build(0, common)
     assert torch.equal(plain.seq_lens, lengths) and not hasattr(plain, "trees")
 
-    builder.attended = AttendedTrees(case.batch)
+    builder.attended = AttendedTrees(trees=case.batch)
     metadata = builder.build(0, common)
     # vLLM's own kernel is told that a tree has no context.
     rows = case.batch.requests.long()

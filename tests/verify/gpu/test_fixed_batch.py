@@ -67,7 +67,7 @@ def test_a_forest_fills_the_buffers_as_its_branching_trees_do(seed: int, holds_a
     fixed.write(DraftForest.of(trees), rows, starts, contexts)
     fixed.upload()
     found, num_trees = fixed._packed.clone(), fixed.num_trees
-    chosen = [i for i, tree in enumerate(trees) if not tree.is_chain]
+    chosen = np.flatnonzero(DraftForest.of(trees).branching)
     branching = [trees[i] for i in chosen]
     of_trees = rows[chosen], starts[rows[chosen]], contexts[chosen]
     fixed.fill(TreeBatch.build(branching, *of_trees), starts)

@@ -1,0 +1,167 @@
+"""vLLM's other methods without a draft model, as proposers, to replay them beside ours.
+
+Each inserts a prompt as in its engine: at once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.draft.progress import (
+    EmittedTokens,
+    ProgressArrays,
+    WantedDrafts,
+    count_tokens,
+    limit_trees,
+)
+from lookahead_vllm.draft.proposer import Proposer
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
+
+MIN_NGRAM, MAX_NGRAM = 2, 5
+"""Of prompt lookup, as in vLLM's examples; its default, 5 and 5, drafts less."""
+
+_ENDLESS = 1 << 40
+"""More tokens than any text has."""
+
+
+class Peer(Proposer):
+    """Drafts a chain for each request, from its text."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._rows: dict[str, int] = {}
+        self._texts: dict[int, Int32s] = {}
+        """By row: an array with room behind the text."""
+        self._sizes: dict[int, int] = {}
+
+    @abstractmethod
+    def chain(self, row: int, text: Int32s, most: int) -> Sequence[int]:
+        """At most so many tokens to follow the text."""
+
+    def begin(self, row: int, prompt: Int32s) -> None:
+        """A text begins."""
+
+    def add(self, row: int, tokens: Sequence[int]) -> None:
+        """The text goes on with these tokens."""
+        size = self._sizes[row]
+        if size + len(tokens) > len(self._texts[row]):
+            self._texts[row] = np.resize(self._texts[row], 2 * (size + len(tokens)))
+        self._texts[row][size : size + len(tokens)] = tokens
+        self._sizes[row] = size + len(tokens)
+
+    def end(self, row: int) -> None:
+        """The text has ended."""
+
+    def start(self, request_id: str, prompt: Sequence[int], *rest: Any) -> None:
+        """See Proposer."""
+        self.finish(request_id)
+        row = self._rows[request_id] = next(self._numbers)
+        self._texts[row], self._sizes[row] = np.array(prompt, np.int32), len(prompt)
+        self.begin(row, self._texts[row])
+
+    def text_of(self, request_id: str) -> int:
+        """See Proposer."""
+        return self._rows[request_id]
+
+    def draft(
+        self,
+        progress: ProgressArrays,
+        emitted: EmittedTokens,
+        spans: Int64s,
+        wanted: WantedDrafts,
+        max_model_len: int,
+    ) -> tuple[DraftForest, Int64s]:
+        """See Proposer."""
+        count_tokens(progress[:], emitted[:], spans)
+        for at, tokens, (first, end) in zip(
+            emitted.rows.tolist(), emitted.tokens.tolist(), spans.tolist(), strict=True
+        ):
+            if end > first:
+                self.add(int(progress.texts[at]), tokens[first:end])
+        trees = []
+        for row, nodes, depth, _ in limit_trees(progress[:], wanted[:], max_model_len).tolist():
+            chain: Sequence[int] = ()
+            if nodes:
+                chain = self.chain(row, self._texts[row][: self._sizes[row]], min(nodes, depth))
+            trees.append(DraftTree.chain(chain) if len(chain) else EMPTY_TREE)
+        return DraftForest.of(trees), np.where(progress.is_decoding, progress.num_tokens, 0)[
+            wanted.rows
+        ]
+
+    def finish(self, request_id: str) -> None:
+        """See Proposer."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self.end(row)
+            del self._texts[row], self._sizes[row]
+
+
+class PromptLookup(Peer):
+    """vLLM's `ngram`, by vLLM's own function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            from vllm.v1.spec_decode import ngram_proposer
+        except ImportError as error:
+            raise OptionError(f"it is vLLM's, which cannot be imported ({error})") from None
+        self._find = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
+
+    def chain(self, row: int, text: Int32s, most: int) -> Sequence[int]:
+        """See Peer."""
+        found: list[int] = self._find(text, MIN_NGRAM, MAX_NGRAM, _ENDLESS, most).tolist()
+        return found
+
+
+class Suffix(Peer):
+    """vLLM's `suffix`, by arctic-inference, with vLLM's defaults."""
+
+    DEPTH, REQUESTS, FACTOR, MIN_PROBABILITY = 24, 10000, 1.0, 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            arctic: Any = import_module("arctic_inference.suffix_decoding")
+        except ImportError:
+            raise OptionError(
+                "it needs arctic-inference: pip install --no-deps arctic-inference==0.1.1"
+            ) from None
+        self._cache = arctic.SuffixDecodingCache(
+            max_tree_depth=self.DEPTH, max_cached_requests=self.REQUESTS
+        )
+
+    def begin(self, row: int, prompt: Int32s) -> None:
+        """See Peer."""
+        self._cache.start_request(row, prompt)
+
+    def add(self, row: int, tokens: Sequence[int]) -> None:
+        """See Peer."""
+        super().add(row, tokens)
+        self._cache.add_active_response(row, tokens)
+
+    def chain(self, row: int, text: Int32s, most: int) -> Sequence[int]:
+        """See Peer."""
+        draft = self._cache.speculate(
+            row,
+            text[-self.DEPTH :],
+            max_spec_tokens=most,
+            max_spec_factor=self.FACTOR,
+            min_token_prob=self.MIN_PROBABILITY,
+        )
+        chain: list[int] = list(draft.token_ids)
+        return chain
+
+    def end(self, row: int) -> None:
+        """See Peer."""
+        self._cache.stop_request(row)
+
+
+PEERS: dict[str, type[Peer]] = {"suffix": Suffix, "prompt_lookup": PromptLookup}

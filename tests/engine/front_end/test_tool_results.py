@@ -1,0 +1,192 @@
+"""Tool results reach the proposer as the model's next call would spell them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from lookahead_vllm.engine import request_options
+from lookahead_vllm.engine.front_end.tool_results import (
+    new_results,
+    spelled,
+    writes_raw_arguments,
+)
+from lookahead_vllm.engine.request_options import (
+    RequestError,
+    RequestOptions,
+    parse_options,
+    with_options,
+)
+from tests.support.driving import engine, generate
+from tests.support.models import save_config
+from tests.support.parser_texts import FUNCTIONS
+from tests.support.proposers import Recorder
+from tests.support.scripted_core import Script, Server, scripted_server
+from tests.support.tokenizer import CHAT_TEMPLATE, save_tokenizer
+
+CAT = '     1\tdef f():\n     2\t    return "a\\b"\n'
+CODE = 'def f():\n    return "a\\b"\n'
+ESCAPED = r"def f():\n    return \"a\\b\"\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped", "raw"),
+    [
+        (CAT, [ESCAPED], ["\n" + CODE]),
+        (CAT.replace("\t", "→"), [ESCAPED], ["\n" + CODE]),
+        ("7: x\n8:y\n12|z", [r"x\ny\nz"], ["\nx\ny\nz"]),
+        (CODE, [ESCAPED], []),
+        ("1: a\nb\nc\nd\ne", [r"1: a\nb\nc\nd\ne"], []),  # too few numbers
+        ("done: no é", [], []),
+        ("", [], []),
+    ],
+)
+def test_a_text_is_spelled_as_in_a_call(text: str, escaped: list[str], raw: list[str]) -> None:
+    assert spelled([text], is_raw=False) == escaped
+    assert spelled([text], is_raw=True) == raw
+
+
+def test_new_results_are_those_after_the_last_answer() -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": "old"},
+        {"role": "assistant", "content": "", "tool_calls": []},
+        {"role": "tool", "content": "first"},
+        {"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "tool", "content": None},
+        {"role": "user", "content": "a reminder"},
+    ]
+    assert new_results(messages) == ("first", "a", "b")
+    assert new_results(messages[:4]) == new_results(messages[:1]) == new_results([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "is_raw"),
+    [
+        ("{{'<tool_call>\n<function=' + name + '>\n<parameter=' + key + '>\n'}}", True),
+        ("<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>", True),
+        ('<invoke name="x"><parameter name="{{ key }}">', True),
+        ('<｜DSML｜parameter name="{{ key }}" string="true">', True),
+        ('{"name": <function-name>, "parameters": <args-json-object>} <tool_call>', False),
+        ("<parameters>", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_the_chat_template_says_how_calls_are_written(template: str | None, is_raw: bool) -> None:
+    class Tokenizer:
+        chat_template = template
+
+    assert writes_raw_arguments(Tokenizer()) == is_raw
+    assert not writes_raw_arguments(object())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with scripted_server(save_tokenizer(save_config("llama", tmp_path_factory.mktemp("m")))) as it:
+        it.configure(tool="hermes")
+        yield it
+
+
+CALL = {"name": "get_time", "arguments": "{}"}
+CHAT = dict(
+    messages=[
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": CALL}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": CAT},
+    ],
+    tools=[{"type": "function", "function": function} for function in FUNCTIONS],
+    max_tokens=2,
+)
+PARTS = json.loads(json.dumps(CHAT))
+PARTS["messages"][2]["content"] = [{"type": "text", "text": CAT}]
+RESPONSES = dict(
+    input=[
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "1", **CALL},
+        {"type": "function_call_output", "call_id": "1", "output": CAT},
+    ],
+    tools=[{"type": "function", **function} for function in FUNCTIONS],
+    max_output_tokens=2,
+)
+MESSAGES = dict(
+    messages=[
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "1", "name": "get_time", "input": {}}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": CAT}]},
+    ],
+    tools=[{"name": f["name"], "input_schema": f["parameters"]} for f in FUNCTIONS],
+    max_tokens=2,
+)
+OFF = {"vllm_xargs": {"lookahead_enabled": False}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/v1/chat/completions", CHAT, [ESCAPED]),
+        ("/v1/chat/completions", PARTS, [ESCAPED]),
+        ("/v1/responses", RESPONSES, [ESCAPED]),
+        ("/v1/messages", MESSAGES, [ESCAPED]),
+        ("/v1/chat/completions", CHAT | OFF, []),
+        ("/v1/chat/completions", CHAT | {"tools": None}, []),
+        ("/v1/chat/completions", CHAT | {"tool_choice": "none"}, []),
+        ("/v1/responses", RESPONSES | {"input": "hi"}, []),
+    ],
+)
+def test_every_endpoint_sends_the_new_results(
+    server: Server, path: str, body: dict[str, Any], expected: list[str]
+) -> None:
+    server.core.received.clear()
+    server.stream(path, Script([[5], [6]]), body)
+    (request,) = server.core.received
+    extra_args = request.sampling_params.extra_args
+    options, others = request_options.options_in_worker(extra_args)
+    decode = server.core.engine.renderer.tokenizer.decode
+    assert [decode(ids) for ids in options.spellings] == expected
+    assert not others and not options.references
+
+
+def test_a_raw_format_gets_no_escapes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = server.core.engine.renderer.tokenizer
+    template = CHAT_TEMPLATE + "{# <parameter=key> #}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    server.core.received.clear()
+    server.stream("/v1/chat/completions", Script([[5], [6]]), CHAT)
+    options, _ = request_options.options_in_worker(
+        server.core.received[0].sampling_params.extra_args
+    )
+    assert [tokenizer.decode(ids) for ids in options.spellings] == ["\n" + CODE]
+
+
+def test_the_proposer_gets_them_once(llama: Path) -> None:
+    ids = np.array([7, 8, 9], "<i4")
+    params: Any = dict(max_tokens=3, temperature=0, detokenize=False)
+    params["extra_args"] = with_options(None, RequestOptions(spellings=(ids.tobytes(),)))
+    with engine(llama, {"proposer": "recorder"}, drafts=False) as llm:
+        Recorder.SPELLINGS.clear()
+        generate(llm, [[5, 6]], SamplingParams(**params))
+        assert Recorder.SPELLINGS == [[7, 8, 9]]
+
+
+def test_a_client_cannot_write_them() -> None:
+    """JSON has no tuples; the message is that of an option that does not exist."""
+    for value in (["a"], "a", None):
+        with pytest.raises(RequestError, match="'lookahead_tool_results' was given, but the opt"):
+            parse_options({"lookahead_tool_results": value}, 128)
+    options = parse_options({"lookahead_tool_results": ("a",)}, 128)
+    assert options == RequestOptions(spellings=("a",))
