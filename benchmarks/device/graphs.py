@@ -59,7 +59,8 @@ def install(work: HostWork) -> None:
 
         def _model_of(self, desc: Any) -> Callable[[], None]:
             def replay() -> None:
-                manager, inputs = self.cudagraph_manager, self.input_buffers
+                manager: Any = self.cudagraph_manager
+                inputs = self.input_buffers
                 if desc.max_query_len is not None:
                     self._begin_graph(desc)
                 num_rows = self._shape.split.num_rows if self.step.graph else desc.num_tokens
@@ -81,6 +82,9 @@ def install(work: HostWork) -> None:
             return Tail(_Graph(work.kernel(replay)), result)
 
     CPUAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport.ALWAYS
-    cudagraph_utils.current_platform = SimpleNamespace(get_global_graph_pool=lambda: None)
-    tail.weak_ref_tensor = lambda tensor: tensor
-    cpu_worker.LookaheadCPUModelRunner = DeviceGraphRunner
+    for owner, name, replacement in (
+        (cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: None)),
+        (tail, "weak_ref_tensor", lambda tensor: tensor),
+        (cpu_worker, "LookaheadCPUModelRunner", DeviceGraphRunner),
+    ):
+        setattr(owner, name, replacement)
