@@ -40,14 +40,15 @@ def install(work: HostWork) -> None:
         def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
             config = self.compilation_config
             config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-            config.cudagraph_capture_sizes = [s for s in SIZES if s <= self.max_num_tokens]
-            config.max_cudagraph_capture_size = config.cudagraph_capture_sizes[-1]
+            most = self.max_num_reqs * self.decode_query_len  # else the largest steps have no graph
+            sizes = [*(size for size in SIZES if size < most), most]
+            config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = sizes, most
             super().initialize_kv_cache(*args, **kwargs)
             for builder in self._builders:  # as those of FlashAttention 3
                 builder.reads_buffers, builder.refresh = True, lambda buffers: None
             manager = self.cudagraph_manager
             assert manager is not None and manager.make_tail is not None
-            manager.hidden_states = torch.zeros(config.max_cudagraph_capture_size, HIDDEN_SIZE)
+            manager.hidden_states = torch.zeros(most, HIDDEN_SIZE)
             manager._graphs_captured = True
             for desc in manager._capture_descs[CUDAGraphMode.FULL]:
                 manager.graphs[desc] = _Graph(work.kernel(self._model_of(desc), 0))
