@@ -78,7 +78,8 @@ class LookaheadRunner(DummyRuns):
     4. The model call, `_forward`, or in a graph `GraphRunner._choose_graph`: a step that is
        prepared for all its slots waits and drafts only here, and one kernel writes its rows.
     5. `sample_tokens`: after the launch, the shapes of such a step are made exact (`_settle`).
-    6. The sampler samples at all nodes, walks, and moves the KV of accepted nodes (`NodeSampler`).
+    6. The sampler samples at all nodes, walks, and moves the KV of accepted nodes (`NodeSampler`);
+       after a captured step, a second graph may do so (`GraphRunner.sample`).
     7. `sample_tokens`: the output is kept for the next step's drafts (`LateDrafts.add_step`).
     """
 

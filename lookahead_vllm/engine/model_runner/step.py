@@ -115,6 +115,8 @@ class Step:
     """None if all trees are chains."""
 
     # sample, walk
+    has_tail: bool = False
+    """Whether it is sampled in a captured graph; see `tail.py`."""
     verified: Verified | None = None
     """The model's choices, for proposers that need them."""
     order: torch.Tensor | None = None
