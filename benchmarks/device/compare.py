@@ -75,6 +75,7 @@ class Simulation:
             waits=method.waits,
             drafter=method.drafter,
             prefix_caching=options.prefix_caching,
+            graphs=options.graphs,
         )
         environment = {
             **cpu_runtime(os.environ),

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from benchmarks.device import stand_ins
+from benchmarks.device import graphs, stand_ins
 from benchmarks.device.device import HostClock, Launch, SimulatedDevice
 from benchmarks.device.host_work import HostWork
 from benchmarks.device.text import MAX_POSITIONS, VOCABULARY, Text
@@ -67,6 +67,8 @@ class Job:
     drafter: bool
     """Whether a trained drafter's chain is in the trees."""
     prefix_caching: bool
+    graphs: bool
+    """Whether lookahead's steps run in graphs; see `graphs.py`."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,8 @@ def measure(job: Job) -> Callable[[], Measurement]:
     stand_ins.install(device)
     work = HostWork()
     work.watch()
+    if job.graphs:
+        graphs.install(work)
     text = Text(patterned=job.nodes > 0)
 
     def seconds_of(num_tokens: int) -> float:

@@ -42,7 +42,8 @@ engine core, in one process, with the kernels for CPUs.
     step, host     milliseconds from one launch to the next, and the host's work in it, hidden or
                    not: CPU time without polling and without what stands in for kernels
     polled         milliseconds of CPU time in which the host asks whether the device has ended
-    launches       of kernels in a step, outside of the model's forward pass
+    launches       of kernels in a step, outside of the model's forward pass; with --graphs, what is
+                   captured behind it is one
     nodes, tokens/step
                    of a request in a step: nodes that were sent, tokens that were emitted
 
@@ -149,6 +150,11 @@ def parser() -> argparse.ArgumentParser:
         "--prefix-caching",
         action="store_true",
         help="with vLLM's prefix caching, which hashes each full block",
+    )
+    add(
+        "--graphs",
+        action="store_true",
+        help="lookahead launches its model, and what follows it, as graphs, as it does on a GPU",
     )
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
     return result

@@ -58,12 +58,17 @@ class NodeLayout(NamedTuple):
 
 
 def width_of(forest: DraftForest) -> int:
-    """The width of a table of the tokens that requests with these trees may emit.
+    """The width of a table of the tokens that requests with these trees may emit."""
+    return width_for(int(forest.sizes.max(initial=0)))
+
+
+def width_for(most_nodes: int) -> int:
+    """The width of such a table for trees of at most so many nodes.
 
     Never a multiple of 16: for such strides, Triton would compile the kernels of vLLM's that read
     the table once more, while requests wait for them.
     """
-    width = 1 + int(forest.sizes.max(initial=0))
+    width = 1 + most_nodes
     return width if width % 16 else width + 1
 
 

@@ -17,6 +17,9 @@ from lookahead_vllm.verify.implementations import module_for
 NO_SLOT = -1
 """The KV slot of a row that belongs to no request."""
 
+NO_ENTRY = -1
+"""The entry of such a row, for which vLLM's sampler draws nothing."""
+
 NOT_SPLIT = -1
 """In place of the number of requests, if there are no rows to place."""
 
@@ -38,10 +41,10 @@ class StepRows(NamedTuple):
     """int64 [g, t]: the KV slot of each row, in each of g groups of layers. Slots follow the order
     of the rows."""
     entries: Tensor
-    """int64 [t]: the entry of each row's request in the table. This and the rest are not written
-    for padding."""
+    """int64 [t]: the entry of each row's request in the table."""
     parents: Tensor
-    """int32 [t]: the row of each row's parent; a root's is its own."""
+    """int32 [t]: the row of each row's parent; a root's is its own. This and the rest are not
+    written for padding."""
     places: Tensor
     """int32 [t]: how many rows each row is after its root's."""
     depths: Tensor
@@ -173,8 +176,8 @@ class Placer(Protocol):
     ) -> None:
         """Write the rows of a step, and padding after them; nothing if there is no `Split`.
 
-        Rows of padding have token and position 0 and no KV slot, and belong to no request. All
-        starts and lengths are written. A captured graph may repeat the call for other steps.
+        Rows of padding have token and position 0, and neither a KV slot nor an entry. All starts
+        and lengths are written. A captured graph may repeat the call for other steps.
 
         Parameters
         ----------

@@ -66,6 +66,15 @@ PARAMS = [
 ]
 
 
+DRAWN = [
+    SamplingParams(
+        max_tokens=64, ignore_eos=True, detokenize=False, temperature=(0, 0.8, 1)[i % 3], seed=i
+    )
+    for i in range(len(PROMPTS))
+]
+"""Steps with these requests alone are sampled in graphs."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config("llama", tmp_path_factory.mktemp("models"), CONFIGS)
@@ -95,31 +104,39 @@ def count_steps(llm: LLM) -> Counter[str]:
         steps[f"{found.cg_mode.name}, {kind}"] += 1
         return found
 
-    manager.dispatch = dispatch
+    replay_tail = manager.replay_tail
+
+    def replay(desc: Any) -> Any:
+        steps["tails"] += 1
+        return replay_tail(desc)
+
+    manager.dispatch, manager.replay_tail = dispatch, replay
     return steps
 
 
 @pytest.fixture(scope="module")
-def in_float32(model: Path) -> list[list[list[int]]]:
-    """Plain vLLM's answers."""
+def in_float32(model: Path) -> list[list[list[list[int]]]]:
+    """Plain vLLM's answers with PARAMS and DRAWN."""
     with engine(model, **settings("eager", "float32")) as llm:
-        return generate_staggered(llm, PROMPTS, PARAMS)
+        return [generate_staggered(llm, PROMPTS, params) for params in (PARAMS, DRAWN)]
 
 
 @pytest.mark.parametrize("proposer", ["hidden_path", "ngram_trie"])
 @pytest.mark.parametrize("kind", ["eager", pytest.param("graphs", marks=on_gpus)])
 def test_float32_answers_are_plain_vllms(
-    kind: str, proposer: str, model: Path, in_float32: list[list[list[int]]]
+    kind: str, proposer: str, model: Path, in_float32: list[list[list[list[int]]]]
 ) -> None:
-    record(PROMPTS, in_float32)
+    for expected in in_float32:
+        record(PROMPTS, expected)
     options = dict(proposer=proposer, num_speculative_tokens=NODES, budget=NODES)
     with engine(model, options, **settings(kind, "float32")) as llm:
         steps = count_steps(llm)
-        for every in (1, 3):
-            assert generate_staggered(llm, PROMPTS, PARAMS, every=every) == in_float32
+        for params, expected in zip((PARAMS, DRAWN), in_float32, strict=True):
+            for every in (1, 3):
+                assert generate_staggered(llm, PROMPTS, params, every=every) == expected
         counters = drafter_of(llm).counters
         assert counters.branching_trees and counters.moved_tokens
-        assert kind == "eager" or steps["FULL, drafts"]
+        assert kind == "eager" or (steps["FULL, drafts"] and steps["tails"])
 
 
 # ---- bfloat16 ------------------------------------------------------------------------------------

@@ -184,17 +184,21 @@ class Replay(NamedTuple):
 class GraphCPURunner(GraphRunner, model_runner.CPUModelRunner):
     attention: Any = TorchTreeAttention()
     replays: list[Replay]
+    num_tails: int
+    """Replayed tails."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         config = self.compilation_config
         config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = SIZES, SIZES[-1]
         super().initialize_kv_cache(*args, **kwargs)
-        self.replays = []
+        self.replays, self.num_tails = [], 0
         manager = self.cudagraph_manager
         assert manager is not None
-        begin = manager.begin_graph
+        begin, make_tail = manager.begin_graph, manager.make_tail
         manager.begin_graph = partial(recorded_graphs.launch, begin)
+        if make_tail is not None:
+            manager.make_tail = lambda desc: recorded_graphs.recorded(make_tail(desc))
 
         def model(**inputs: Any) -> torch.Tensor:
             output: torch.Tensor = self.model(**inputs)
@@ -226,6 +230,13 @@ class GraphCPURunner(GraphRunner, model_runner.CPUModelRunner):
             return desc
 
         manager.before_replay = count
+        replay_tail = manager.replay_tail
+
+        def count_tail(desc: Any) -> Any:
+            self.num_tails += 1
+            return replay_tail(desc)
+
+        manager.replay_tail = count_tail  # type: ignore[method-assign]
 
 
 _contexts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

@@ -1,7 +1,7 @@
 """CUDA graphs on a CPU: what is launched during a capture is recorded, and a replay repeats it.
 
-As in a CUDA graph, a replay reads the tensors that the capture saw, at their addresses, and keeps
-its Python values. What runs outside of `launch` is not repeated.
+As in a CUDA graph, a replay reads and writes the tensors that the capture saw, at their addresses,
+and keeps its Python values. What runs outside of `launch` and `recorded` is not repeated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
+from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu import cudagraph_utils
+
+from lookahead_vllm.engine.cpu_kernels.table import CPUKernel
+from lookahead_vllm.engine.model_runner import tail
+from lookahead_vllm.verify.cpu import walk
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -36,7 +46,51 @@ def launch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Run a kernel, and record it if a graph is being captured."""
     if _captured:
         _captured[-1].calls.append((function, args, kwargs))
-    function(*args, **kwargs)
+    with _disable_current_modes():
+        function(*args, **kwargs)
+
+
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; in a capture, all operators of torch and kernels of ours in it are recorded."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Operators() if _captured else nullcontext():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Operators(TorchDispatchMode):
+    """Records the operators of torch. A replay writes their results where the first ones are."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert function not in _WAITING, f"{function} waits for the device: no graph can hold it"
+        first = function(*args, **(kwargs or {}))
+        _captured[-1].calls.append((_repeat, (first, function, args, kwargs or {}), {}))
+        return first
+
+
+_WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+def _repeat(first: Any, function: Any, args: Any, kwargs: Any) -> None:
+    for old, new in zip(tree_leaves(first), tree_leaves(function(*args, **kwargs)), strict=True):
+        if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
+def _as_launch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel, which is launched where operators are recorded."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        if isinstance(_get_current_dispatch_mode(), _Operators):
+            launch(kernel, *args, **kwargs)
+        else:
+            kernel(*args, **kwargs)
+
+    return run
 
 
 @contextmanager
@@ -72,5 +126,8 @@ def enable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
     patch.setattr(cudagraph_utils, "set_forward_context", _set_forward_context)
     patch.setattr(cudagraph_utils, "has_compiled_submodule", lambda model: True)
+    patch.setattr(tail, "weak_ref_tensor", lambda tensor: tensor)
+    patch.setattr(CPUKernel, "_launch", _as_launch(CPUKernel._launch))
+    patch.setattr(walk, "walk_rows", _as_launch(walk.walk_rows))
     patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     patch.setattr(torch.cuda, "graph", _capturing)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest, DraftTree
-from lookahead_vllm.verify.place import NO_SLOT, RequestTable, Split, StepRows, placer
+from lookahead_vllm.verify.place import NO_ENTRY, NO_SLOT, RequestTable, Split, StepRows, placer
 from tests.support.attention_cases import random_tree
 
 ENTRIES, ROWS = 7, 90
@@ -106,7 +106,7 @@ def expected(case: Case) -> tuple[StepRows, torch.Tensor]:
     rows.starts[len(case.trees) :] = row
     padding = slice(row, case.num_filled)
     rows.ids[padding], rows.positions[padding], rows.is_padding[padding] = 0, 0, True
-    rows.slots[:, padding] = NO_SLOT
+    rows.slots[:, padding], rows.entries[padding] = NO_SLOT, NO_ENTRY
     return rows, tree_lengths
 
 

@@ -94,9 +94,9 @@ def sample_with_noise(
     USE_FP64: bool,
 ) -> None:
     """The token with the largest sum of logit and noise, and that sum, in each block of a row."""
-    if cache is not None or IS_DRAFTING or APPLY_TEMPERATURE or USE_FP64:
+    if cache is not None or IS_DRAFTING or USE_FP64:
         raise NotImplementedError("drafting with noise, and noise in float64")
-    uniforms, bounds = np.empty(BLOCK_SIZE, np.float32), np.empty(BLOCK_SIZE, np.float32)
+    uniforms, bounds, scaled = np.empty((3, BLOCK_SIZE), np.float32)
     for row in range(grid[0]):
         slot = slots[row]
         is_greedy = slot < 0 or temperatures[slot] == 0
@@ -109,7 +109,13 @@ def sample_with_noise(
                 value = part[winner]
             else:
                 _draw_uniforms(state, first, uniforms[: part.size])
-                winner, value = _largest_with_noise(part, uniforms[: part.size], bounds)
+                if APPLY_TEMPERATURE:
+                    for token in range(part.size):
+                        scaled[token] = part[token] / temperatures[slot]
+                    own = scaled[: part.size]
+                    winner, value = _largest_with_noise(own, uniforms[: part.size], bounds)
+                else:
+                    winner, value = _largest_with_noise(part, uniforms[: part.size], bounds)
             winners[row * winners_stride + block] = first + winner
             values[row * values_stride + block] = value
 

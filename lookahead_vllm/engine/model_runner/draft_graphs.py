@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
     CudaGraphManager,
@@ -22,6 +23,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 def sizes_with_drafts(captured: Sequence[int], most: int) -> list[int]:
@@ -65,6 +68,14 @@ class _AnnouncedCapture(CudaGraphManager):
         super().capture(create, *args, **kwargs)
 
 
+class Tail(NamedTuple):
+    """The captured tail of a step."""
+
+    graph: Any
+    result: Any
+    """What its capture has returned."""
+
+
 class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     """vLLM's manager with graphs for steps with drafts; `attended` tells whether they branch.
 
@@ -76,15 +87,23 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     begin_graph : callable
         Called before the model while a graph for drafts is captured: what it launches is captured,
         too. Set by the runner.
+    make_tail : callable
+        Called for each graph for drafts when all are captured: what the result launches becomes the
+        tail of this graph, what it returns is kept. Set by the runner.
+    tails : dict
+        The tails by the graph that runs before them; none if one could not be captured.
     """
 
     before_replay: Callable[[BatchExecutionDescriptor], BatchExecutionDescriptor] | None
     begin_graph: Callable[[BatchExecutionDescriptor], None] | None
+    make_tail: Callable[[BatchExecutionDescriptor], Callable[[], Any]] | None
+    tails: dict[BatchExecutionDescriptor, Tail]
 
     def __init__(self, attended: AttendedTrees, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._attended = attended
-        self.before_replay = self.begin_graph = None
+        self.before_replay = self.begin_graph = self.make_tail = None
+        self.tails = {}
         self._draft_graphs: dict[tuple[int, int], BatchExecutionDescriptor] = {}
         """By the number of tokens of a step, which may be less than the graph's, and the number of
         active adapters."""
@@ -152,6 +171,43 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         finally:
             if self._use_buffers is not None:
                 self._use_buffers(None)
+        if self.make_tail is not None and self._draft_graphs:
+            try:
+                self.tails = self._capture_tails(self.make_tail)
+            except Exception:
+                logger.exception("Lookahead samples outside of graphs: the capture has failed.")
+
+    def _capture_tails(
+        self, make_tail: Callable[[BatchExecutionDescriptor], Callable[[], Any]]
+    ) -> dict[BatchExecutionDescriptor, Tail]:
+        """Capture the tails as vLLM captures the graphs, in the same memory."""
+        descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
+        with_drafts = [desc for desc in descs if desc.max_query_len is not None]
+        graphs: dict[BatchExecutionDescriptor, Any] = {}
+        results: dict[BatchExecutionDescriptor, Any] = {}
+
+        def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[..., None]:
+            launch = make_tail(desc)
+
+            def run(*args: Any) -> None:
+                results[desc] = launch()
+
+            return run
+
+        with (
+            patches.swapped(self, "_capture_descs", {CUDAGraphMode.FULL: with_drafts}),
+            patches.swapped(self, "graphs", graphs),
+            # vLLM takes what it measures there for the memory of further graphs of the model.
+            patches.swapped(self, "_capture_mem_samples", None),
+        ):
+            CudaGraphManager.capture(self, create, "Capturing CUDA graphs of sampling")
+        return {desc: Tail(graph, results[desc]) for desc, graph in graphs.items()}
+
+    def replay_tail(self, desc: BatchExecutionDescriptor) -> Any:
+        """Launch the tail of a graph that has one; returns its results."""
+        tail = self.tails[desc]
+        tail.graph.replay()
+        return tail.result
 
     # ---- which graph runs a step -----------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -17,17 +18,21 @@ from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.input_batch import set_dummy_context
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
+from lookahead_vllm.engine.model_runner.sampler import RootSampler
 from lookahead_vllm.engine.model_runner.step import State
+from lookahead_vllm.engine.model_runner.tail import Draws, Sampled, run_tail
 from lookahead_vllm.engine.worker.attended import GraphBuffers
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
 from lookahead_vllm.verify.gpu.fixed_batch import NO_STARTS, FixedBatch
+from lookahead_vllm.verify.node_layout import width_for
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -78,6 +83,10 @@ class GraphRunner(LookaheadRunner):
             # tree attention.
             self._forbid_branches("cudagraph_mode is FULL, and there are several engines")
         manager.before_replay, manager.begin_graph = self._choose_graph, self._begin_graph
+        if self._may_have_tails():
+            manager.make_tail = self._make_tail
+            sampler = self.sampler
+            sampler.draws = sampler.draws or Draws(self.max_num_reqs, self.device)
         self._buffers = {}
         if reason := self._varlen_obstacle():
             logger.info_once("Lookahead runs steps with drafts in pieces: %s.", reason)
@@ -88,6 +97,19 @@ class GraphRunner(LookaheadRunner):
             manager.add_draft_graphs(self.decode_query_len)
         if is_profiling:
             self._branching = NOTHING_BRANCHES  # its movers would keep these KV caches alive
+
+    def _may_have_tails(self) -> bool:
+        """Whether the tail of a step may be captured; which steps it serves is found by request."""
+        sampler: Any = self.sampler
+        return (
+            self._shape.is_possible
+            and self.trained is None  # it reads `Step.order`
+            and type(sampler) is RootSampler
+            and not sampler.compute_nans
+            and not sampler.return_sampling_mask
+            and sampler.trace_replay_state is None
+            and self.batch_sharder is None
+        )
 
     def _forbid_branches(self, reason: str) -> None:
         if self.drafter.may_branch:
@@ -198,6 +220,52 @@ class GraphRunner(LookaheadRunner):
             self._shape.place_in_graph(desc, graph)
             for builder in self._builders:
                 builder.refresh(graph)
+
+    # ---- its tail --------------------------------------------------------------------------------
+
+    def _make_tail(self, desc: BatchExecutionDescriptor) -> Callable[[], Sampled]:
+        """The tail of steps that run in this graph; see `DraftGraphManager`."""
+        manager, sampler, model = self.cudagraph_manager, self.sampler, self.model
+        assert manager is not None and manager.hidden_states is not None
+        hidden = manager.hidden_states[: desc.num_tokens]
+        rows, indices = self._shape.rows_in_graph(desc)
+        movers, width = self._branching.movers, width_for(self.decode_query_len - 1)
+        draws, fp64 = sampler.draws, sampler.use_fp64_gumbel
+        self._shape.warm_up()  # what the capture of the model has left there is no step
+
+        def launch() -> Sampled:
+            logits = model.compute_logits(hidden)
+            return run_tail(logits, rows, indices, draws, movers, width, fp64)
+
+        return launch
+
+    def sample(self, hidden_states: torch.Tensor, batch: InputBatch, grammar: Any) -> Any:
+        step, manager = self.step, self.cudagraph_manager
+        if (
+            step.graph is None
+            or manager is None
+            or step.graph not in manager.tails
+            or grammar is not None
+            or not self.sampler.draws.suffices[batch.idx_mapping_np].all()
+        ):
+            return super().sample(hidden_states, batch, grammar)
+        step.has_tail = True
+        sampled: Sampled = manager.replay_tail(step.graph)
+        self._observe(sampled.logits[: batch.num_tokens], batch)
+        tokens, *counts = (part[: batch.num_reqs] for part in sampled[1:])
+        return SamplerOutput(tokens, None, None, *counts), *counts
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        step = self.step
+        if step.has_tail:
+            # The next graph may write where the tokens are, so it must follow their copy.
+            self.main_stream.wait_event(output.copy_event)
+            width = 1 if step.layout is None else step.layout.width
+            output.sampled_token_ids = output.sampled_token_ids[:, :width]
+        return output
+
+    # ---- vLLM's preparations ---------------------------------------------------------------------
 
     def prepare_inputs(
         self,

@@ -114,12 +114,13 @@ class LateShape:
         self.split.clear()
 
     def warm_up(self) -> None:
-        """Compile what a step launches, by a step without requests."""
+        """Compile what a step launches, by a step without requests: all rows become padding."""
         none = np.empty(0, np.int64)
         self.split.write(DraftForest.of([]), none, none)
         for lengths in (None, torch.zeros_like(self._rows.lengths)):
-            self._placer.place(self._memory.uva(), 0, 0, lengths)
-        self.split.clear()
+            self._placer.place(self._memory.uva(), 0, len(self._rows.ids), lengths)
+        torch.accelerator.synchronize()  # the device reads `split`
+        self.clear()
 
     def can_prepare(self, scheduled: SchedulerOutput) -> bool:
         """Whether vLLM may prepare a step before its drafts are known; all ranks answer alike."""
@@ -155,6 +156,16 @@ class LateShape:
         lengths, contexts_only = buffers.seq_lens, buffers.trees.holds_all
         packed = self._memory.uva()
         self._placer.place(packed, most_requests, num_filled, lengths, contexts_only)
+
+    def rows_in_graph(self, graph: BatchExecutionDescriptor) -> tuple[StepRows, torch.Tensor]:
+        """The rows that a graph computes, at their addresses, and int64 [n]: 0, 1, ..."""
+        num_rows, num_requests = graph.num_tokens, graph.num_reqs or graph.num_tokens
+        rows = StepRows(*(part[:num_rows] for part in self._rows))._replace(
+            starts=self._rows.starts[: num_requests + 1],
+            lengths=self._rows.lengths[:num_requests],
+            slots=self._rows.slots[:, :num_rows],
+        )
+        return rows, self._all_rows[:num_rows]
 
     def clear(self) -> None:
         """The next graph finds its rows in vLLM's buffers."""

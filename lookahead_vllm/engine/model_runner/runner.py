@@ -78,7 +78,8 @@ class LookaheadRunner(DummyRuns):
     4. The model call, `_forward`, or in a graph `GraphRunner._choose_graph`: a step that is
        prepared for all its slots waits and drafts only here, and one kernel writes its rows.
     5. `sample_tokens`: after the launch, the shapes of such a step are made exact (`_settle`).
-    6. The sampler samples at all nodes, walks, and moves the KV of accepted nodes (`NodeSampler`).
+    6. The sampler samples at all nodes, walks, and moves the KV of accepted nodes (`NodeSampler`);
+       after a captured step, a second graph may do so (`GraphRunner.sample`).
     7. `sample_tokens`: the output is kept for the next step's drafts (`LateDrafts.add_step`).
     """
 
@@ -222,18 +223,19 @@ class LookaheadRunner(DummyRuns):
             step = last  # see `draft_for_stages`
         else:
             step = self.step = Step(scheduled, last.work)
+        if step.repeat(last):
+            new_blocks = scheduled.scheduled_cached_reqs.new_block_ids
+            step.has_new_blocks = (
+                self._has_windows
+                or new_blocks.count(None) < len(new_blocks)
+                or bool(messages.kept_blocks(scheduled))
+            )
+            return step
         if self._shape.can_prepare(scheduled):
             slots = step.num_slots
             most = min(self.most_late_nodes(len(scheduled.num_scheduled_tokens), slots), slots)
             if most:
                 step.prepare_early(most)
-                step.follow(last)
-                new_blocks = scheduled.scheduled_cached_reqs.new_block_ids
-                step.has_new_blocks = (
-                    self._has_windows
-                    or new_blocks.count(None) < len(new_blocks)
-                    or bool(messages.kept_blocks(scheduled))
-                )
                 return step
         step.shaped = self._fill_slots(step)
         return step

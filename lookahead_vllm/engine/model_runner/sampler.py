@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from vllm import SamplingParams
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
@@ -20,8 +22,10 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.model_runner.node_history import NodeHistory
 from lookahead_vllm.engine.model_runner.step import Step, ThisStep
+from lookahead_vllm.engine.model_runner.tail import Draws
 from lookahead_vllm.verify.walk import Walk, walk
 
 MAX_CHUNK_BYTES = 256 << 20
@@ -32,11 +36,44 @@ Observe = Callable[[torch.Tensor, InputBatch], None]
 
 
 class RootSampler(Sampler):
-    """vLLM's sampler, which first passes the logits of a step without drafts to `observe`."""
+    """vLLM's sampler, which first passes the logits of a step without drafts to `observe`.
+
+    Attributes
+    ----------
+    draws : Draws or None
+        What captured graphs sample with; None without them. Set by the runner.
+    """
+
+    draws: Draws | None = None
 
     def __init__(self, observe: Observe, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.observe = observe
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
+        states, draws = self.sampling_states, self.draws
+        if draws is None:
+            super().add_request(req_idx, sampling_params)
+            return
+        is_scaled = states.add_request(req_idx, sampling_params)
+        # What is left says whether anything but the temperature changes its logits.
+        with patches.swapped(states, "add_request", lambda *_: False):
+            super().add_request(req_idx, sampling_params)
+        is_whole = (
+            states.top_k.np[req_idx] == states.vocab_size
+            and states.top_p.np[req_idx] == 1
+            and states.min_p.np[req_idx] == 0
+            and not self.needs_logits_processing[req_idx]
+            and self.get_logprobs_dims(np.array([req_idx])) is None
+        )
+        self.needs_logits_processing[req_idx] |= is_scaled
+        temperature, seed = states.temperature.np[req_idx], states.seeds.np[req_idx]
+        draws.add_request(req_idx, float(temperature), int(seed), bool(is_whole))
+
+    def apply_staged_writes(self) -> None:
+        super().apply_staged_writes()
+        if self.draws is not None:
+            self.draws.apply_staged_writes()
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         self.observe(logits, input_batch)

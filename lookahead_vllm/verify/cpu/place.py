@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.verify.place import NO_SLOT, RequestTable, StepRows, parts_of
+from lookahead_vllm.verify.place import NO_ENTRY, NO_SLOT, RequestTable, StepRows, parts_of
 
 _NONE: Int32s = np.empty(0, np.int32)
 
@@ -86,6 +86,7 @@ def _place(
     ids[num_rows:num_filled] = 0
     positions[num_rows:num_filled] = 0
     is_padding[num_rows:num_filled] = True
+    row_entries[num_rows:num_filled] = NO_ENTRY
 
 
 @kernel

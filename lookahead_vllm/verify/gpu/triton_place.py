@@ -74,6 +74,7 @@ def _place(
                 tl.store(ids + row, 0, mask=is_row)
                 tl.store(positions + row, 0, mask=is_row)
                 tl.store(is_padding + row, 1, mask=is_row)
+                tl.store(row_entries + row, -1, mask=is_row)
                 for group in tl.static_range(GROUPS):
                     tl.store(slots + group * slots_stride + row, -1, mask=is_row)
             for first in range(num_requests, room_for_requests + 1, BLOCK):

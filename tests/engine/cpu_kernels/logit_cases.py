@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from vllm.v1.worker.gpu import structured_outputs
 from vllm.v1.worker.gpu.sample import (
@@ -187,7 +189,7 @@ def apply_min_p(rng: torch.Generator) -> list[torch.Tensor]:
 def sample_with_noise(rng: torch.Generator) -> list[torch.Tensor]:
     """Greedy and random rows, of float32 and bfloat16; some rows have equal logits."""
     results = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, scales in product((torch.float32, torch.bfloat16), (False, True)):
         logits = logits_of(rng, 9).to(dtype)
         logits[3:5] = 0
         slots = integers(rng, 0, SLOTS, 9)
@@ -198,7 +200,7 @@ def sample_with_noise(rng: torch.Generator) -> list[torch.Tensor]:
             choice(rng, [0.0, 1.0, 0.7], SLOTS),
             torch.randint(-(2**62), 2**62, (SLOTS,), generator=rng),
             integers(rng, 0, 2**20, 9).long(),
-            apply_temperature=False,
+            apply_temperature=scales,
             is_drafting=False,
         )
         results.append(sampled)

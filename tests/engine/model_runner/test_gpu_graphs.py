@@ -267,7 +267,7 @@ class FakeBase:
 
     model_config: Any = SimpleNamespace(use_mla=False, is_hybrid=False)
     dp_size, use_pp, is_last_pp_rank = 1, False, True
-    pcp_manager = None
+    pcp_manager = sampler = None
     decode_query_len = LONGEST
     max_num_reqs = REQUESTS
     max_model_len = 100
@@ -330,7 +330,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         made.drafter = object.__new__(LookaheadDrafter)
         made.step, made._buffers = RunnerStep(SchedulerOutput.make_empty()), {}
         made.attended = AttendedTrees()
-        late = SimpleNamespace(can_prepare=lambda scheduled: False)
+        late = SimpleNamespace(can_prepare=lambda scheduled: False, is_possible=False)
         monkeypatch.setattr(runner, "LateShape", lambda *_: late)
         made._dummy_step = runner.NO_DRAFTS
         made.is_profiling = settings.pop("is_profiling", False)

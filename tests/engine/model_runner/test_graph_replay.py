@@ -421,6 +421,17 @@ def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
     assert sizes == {4, 8, 16, TOKENS} and min(kinds.values()) > 10
 
 
+def test_a_tail_that_cannot_be_captured_leaves_the_graphs(engine: Engine) -> None:
+    def make_tail(desc: Any) -> Any:
+        raise RuntimeError("as planned")
+
+    other = Engine(KINDS[0])
+    other.manager.make_tail = make_tail
+    other.capture()
+    assert not other.manager.tails and other.manager.graphs.keys() == engine.manager.graphs.keys()
+    assert other.manager.needs_capture() and not recorded_graphs._captured
+
+
 def test_graphs_without_drafts_have_no_trees(engine: Engine) -> None:
     assert {size for size, drafts in engine.captured if drafts} == {2, 4, 8, 16, TOKENS}
     for (_, drafts), metadata in engine.captured.items():

@@ -36,6 +36,13 @@ PARAMS = [
     SamplingParams(**KINDS[i % 3], max_tokens=30, ignore_eos=True, detokenize=False)
     for i in range(len(PROMPTS))
 ]
+DRAWN = [
+    SamplingParams(
+        temperature=(0, 0.8, 1)[i % 3], seed=i, max_tokens=30, ignore_eos=True, detokenize=False
+    )
+    for i in range(len(PROMPTS))
+]
+"""They need nothing but the model's logits, a temperature and a seed."""
 ABORTED = (3, 7)
 MODES = ("eager", "graphs")
 MERGED = "graphs that merge contexts"
@@ -126,8 +133,44 @@ def test_the_tokens_are_plain_vllms(
             replays = [replay for replay in runner_of(llm).replays if replay.has_drafts]
             assert sum(replay.num_trees for replay in replays) > 50
             assert any(replay.num_tokens < replay.num_prepared for replay in replays)
+            assert runner_of(llm).num_tails < 0.5 * len(
+                replays
+            )  # others have all kinds of requests
             # A later graph reads all rows up to its size.
             assert runner_of(llm).input_buffers.input_ids.min() >= 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("graphs", dict(proposer="ngram_trie", budget=8)),
+        ("graphs", dict(proposer="hybrid", budget=6)),
+        ("graphs", dict(proposer="hidden_path", budget=8)),
+        (MERGED, dict(proposer="hidden_path", budget=8)),
+    ],
+)
+def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(
+    mode: str, options: dict[str, Any], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers_of(llm: LLM) -> list[Any]:
+        again = generate_staggered(llm, PROMPTS, DRAWN, every=3, reset_every=9)
+        return [generate(llm, PROMPTS, DRAWN), again]
+
+    with engine(llama) as llm:
+        plain = answers_of(llm)
+    record(PROMPTS, plain[0])
+    with lookahead(mode, llama, options) as llm:
+        runner, late, launched = runner_of(llm), runner_of(llm)._late, []
+        add_step = late.add_step
+        monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
+        assert answers_of(llm) == plain
+        assert answers_of(llm) == plain
+        in_graphs = [step for step in launched if step.graph and step.graph.max_query_len]
+        assert len(in_graphs) > 20 and all(step.has_tail for step in in_graphs)
+        assert runner.num_tails == len(in_graphs)
+        assert drafter_of(llm).counters.moved_tokens > 5
+        observed = [step.verified is not None for step in in_graphs]
+        assert any(observed) is (options["proposer"] == "hybrid")
 
 
 @pytest.mark.parametrize(("waiting", "pays"), [(0.0, True), (50.0, False)])
