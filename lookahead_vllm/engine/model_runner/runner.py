@@ -108,7 +108,7 @@ class LookaheadRunner(DummyRuns):
         """Whether layers let go of blocks that have left their windows."""
         self._num_logits: Int32s | None = None
         """The rows of logits of each request, until the step's adapters are set."""
-        self._clock = StepClock(overlaps=True)
+        self._clock = StepClock()
         """Ticks when a step is launched."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
