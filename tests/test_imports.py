@@ -52,7 +52,6 @@ ALLOWED: dict[str, set[str]] = {
     },
     "simulation": {
         *("numpy", "tqdm", "matplotlib"),
-        *("arctic_inference", "vllm.v1.spec_decode.ngram_proposer"),  # peers
         *(DRAFT, f"{VERIFY}.*", "lookahead_vllm.simulation"),
     },
     "cli": {"numpy", "tqdm", "torch", "vllm", "huggingface_hub", "pydantic", PACKAGE.name},

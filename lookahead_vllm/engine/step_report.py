@@ -16,9 +16,6 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from lookahead_vllm.draft.sources import NAMES
 
-PARTS = ("draft",)
-"""Timed parts of a step: learning from emitted tokens and growing the trees."""
-
 _REPORT = "lookahead_report"
 """The attribute of `ModelRunnerOutput` that holds the report."""
 
@@ -44,8 +41,8 @@ class StepReport:
     which the engine does not run does not count."""
     plain_seconds: float = 0.0
     """The predicted time of the same steps without their drafts."""
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    """Wall time by part."""
+    draft_seconds: float = 0.0
+    """Wall time of learning from emitted tokens and of growing the trees."""
     refused_trees: int = 0
     """Malformed trees of the proposer; their requests got no draft."""
     evictions: int = 0

@@ -20,7 +20,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
 
 from lookahead_vllm.draft.sources import NAMES
 from lookahead_vllm.engine import config, patches
-from lookahead_vllm.engine.step_report import PARTS, ReportingStats, StepReport
+from lookahead_vllm.engine.step_report import ReportingStats, StepReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -220,8 +220,8 @@ class EngineMetrics:
         self._refused = series(
             Counter, "trees_refused", "Malformed draft trees: their requests got no draft."
         )
-        self._seconds = series(
-            Counter, "part_seconds", "Wall time in the parts of speculation.", part=PARTS
+        self._draft_seconds = series(
+            Counter, "draft_seconds", "Wall time of learning from tokens and growing trees."
         )
         self._trie_nodes = series(Gauge, "trie_nodes", "N-grams that the trie holds.")
         self._trie_bytes = series(Gauge, "trie_bytes", "Memory of the trie and its tables.")
@@ -253,8 +253,7 @@ class EngineMetrics:
             self._error.observe(abs(measured - predicted) / predicted)
             self._predicted.inc(predicted)
             self._measured.inc(measured)
-        for part, seconds in report.seconds.items():
-            self._seconds[part].inc(seconds)
+        self._draft_seconds.inc(report.draft_seconds)
         self._refused.inc(report.refused_trees)
         self._evictions.inc(report.evictions)
         if report.trie_nodes is not None:

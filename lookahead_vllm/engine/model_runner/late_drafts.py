@@ -146,7 +146,7 @@ class LateDrafts:
                 self._waiter.wait(step)
             elif not step.has_ended:
                 return
-            with self._drafter.recorder.timed("draft"):
+            with self._drafter.recorder.drafting():
                 self._draft(NOTHING_PLANNED, step, self._prepare(NOTHING_PLANNED, step))
             self._catch_up()
 
@@ -168,7 +168,7 @@ class LateDrafts:
         recorder = self._drafter.recorder
         if self._drafted is not None:
             self._drafted = None
-            with recorder.timed("draft"), self._drafter.surviving("learn"):
+            with recorder.drafting(), self._drafter.surviving("learn"):
                 for step in self._uncounted:
                     step.mark_accepted()
                 self._drafter.proposer.learn()
@@ -206,11 +206,11 @@ class LateDrafts:
         is_planned = self._prepare(plan, before)
         if before is not None:
             self._waiter.wait(before)
-        begin = time.perf_counter()
-        drafts = self._draft(plan, before, is_planned, most)
-        if self._chains is not None:
-            drafts = drafts._replace(whole_chain=self._chains.are_whole(self._drafter.proposer))
-        self._drafter.recorder.add_time("draft", begin)
+        with self._drafter.recorder.drafting():
+            drafts = self._draft(plan, before, is_planned, most)
+            if self._chains is not None:
+                whole = self._chains.are_whole(self._drafter.proposer)
+                drafts = drafts._replace(whole_chain=whole)
         return drafts
 
     @property

@@ -108,7 +108,7 @@ class LookaheadRunner(DummyRuns):
         """Whether layers let go of blocks that have left their windows."""
         self._num_logits: Int32s | None = None
         """The rows of logits of each request, until the step's adapters are set."""
-        self._clock = StepClock(overlaps=True)
+        self._clock = StepClock()
         """Ticks when a step is launched."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
@@ -223,18 +223,19 @@ class LookaheadRunner(DummyRuns):
             step = last  # see `draft_for_stages`
         else:
             step = self.step = Step(scheduled, last.work)
+        if step.repeat(last):
+            new_blocks = scheduled.scheduled_cached_reqs.new_block_ids
+            step.has_new_blocks = (
+                self._has_windows
+                or new_blocks.count(None) < len(new_blocks)
+                or bool(messages.kept_blocks(scheduled))
+            )
+            return step
         if self._shape.can_prepare(scheduled):
             slots = step.num_slots
             most = min(self.most_late_nodes(len(scheduled.num_scheduled_tokens), slots), slots)
             if most:
                 step.prepare_early(most)
-                step.follow(last)
-                new_blocks = scheduled.scheduled_cached_reqs.new_block_ids
-                step.has_new_blocks = (
-                    self._has_windows
-                    or new_blocks.count(None) < len(new_blocks)
-                    or bool(messages.kept_blocks(scheduled))
-                )
                 return step
         step.shaped = self._fill_slots(step)
         return step

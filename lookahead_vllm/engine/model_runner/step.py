@@ -164,16 +164,20 @@ class Step:
         if most_nodes < self.num_slots:
             self.shaped = _cut(self.scheduled, most_nodes)
 
-    def follow(self, last: Step) -> None:
+    def repeat(self, last: Step) -> bool:
         """Take over what vLLM has prepared for the `last` step, if this one has its batch.
 
         What is prepared early depends on nothing but the requests and their numbers of slots: all
         else is written by the kernel that places the rows.
         """
-        counts, before = self.shaped.num_scheduled_tokens, last.shaped.num_scheduled_tokens
-        if last.may_repeat and list(counts.items()) == list(before.items()):
-            self.repeats, self.found, self.prepared = True, last.found, last.prepared
-            self.tables, self.slots, self.plan = last.tables, last.slots, last.plan
+        counts, before = self.scheduled.num_scheduled_tokens, last.scheduled.num_scheduled_tokens
+        if not last.may_repeat or list(counts.items()) != list(before.items()):
+            return False
+        self.state, self.most_nodes, self.plan = State.PREPARED, last.most_nodes, last.plan
+        self.repeats = self.may_repeat = True
+        self.shaped, self.found, self.prepared = last.shaped, last.found, last.prepared
+        self.tables, self.slots = last.tables, last.slots
+        return True
 
     # ---- after the launch ------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The time of a step, without the time in which the engine did not run."""
+"""The time of a step, unless the engine did not run for a part of it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ MAX_PAUSE_SHARE = 0.25
 
 
 class StepClock:
-    """Measures a step: from the same point of the step before to this one, without pauses.
+    """Measures a step: from the same point of the step before to this one.
 
-    Parameters
-    ----------
-    overlaps
-        Whether a step may be computed during a pause, because the engine schedules it before the
-        step before it has ended. How long a pause delays a step is unknown then, so the time of a
-        step is whole or, with a long pause, unknown.
+    A step may be computed during a pause, because the engine schedules it before the step before it
+    has ended. So how long a pause delays a step is unknown.
     """
 
-    def __init__(self, overlaps: bool) -> None:
+    def __init__(self) -> None:
         self.clock: Callable[[], float] = time.perf_counter
-        self._overlaps = overlaps
         self._last: float | None = None
         self._pause = 0.0
 
@@ -31,12 +26,10 @@ class StepClock:
         self._pause += seconds
 
     def tick(self) -> float | None:
-        """Seconds since the last tick in which the engine ran; None if they are unknown."""
+        """Seconds since the last tick; None if the engine did not run for too long."""
         now, last, pause = self.clock(), self._last, self._pause
         self._last, self._pause = now, 0.0
         if last is None:
             return None
         elapsed = now - last
-        if not self._overlaps:
-            return elapsed - pause
         return elapsed if pause <= MAX_PAUSE_SHARE * elapsed else None

@@ -63,17 +63,13 @@ class StepRecorder:
         self._reported_pruned = 0 if self._trie is None else self._trie.num_pruned
 
     @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add the wall time of the block to a part of the step, one of `step_report.PARTS`."""
+    def drafting(self) -> Iterator[None]:
+        """Add the wall time of the block to that of drafting."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.add_time(part, begin)
-
-    def add_time(self, part: str, begin: float) -> None:
-        """As `timed`: the wall time since `begin`."""
-        self.report.seconds[part] += time.perf_counter() - begin
+            self.report.draft_seconds += time.perf_counter() - begin
 
     def count_drafts(self, forest: DraftForest, paths: Int32s) -> None:
         """Count verified trees and their accepted nodes; `paths` as in `accepted_paths`."""

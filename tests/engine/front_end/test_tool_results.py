@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from lookahead_vllm.engine import request_options
+from benchmarks.engines.target_guided import follow
+from lookahead_vllm.engine import plugin, request_options
 from lookahead_vllm.engine.front_end.tool_results import (
     new_results,
     spelled,
@@ -23,7 +24,7 @@ from lookahead_vllm.engine.request_options import (
     parse_options,
     with_options,
 )
-from tests.support.driving import engine, generate
+from tests.support.driving import drafter_of, engine, generate
 from tests.support.models import save_config
 from tests.support.parser_texts import FUNCTIONS
 from tests.support.proposers import Recorder
@@ -181,6 +182,32 @@ def test_the_proposer_gets_them_once(llama: Path) -> None:
         Recorder.SPELLINGS.clear()
         generate(llm, [[5, 6]], SamplingParams(**params))
         assert Recorder.SPELLINGS == [[7, 8, 9]]
+
+
+def test_a_call_is_drafted_from_them(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that copies them is accepted; without them there is nothing to copy."""
+    monkeypatch.delenv(plugin.PLAIN_V2)  # as in benchmarks
+    rng = np.random.default_rng(0)
+    prompts, answers = rng.integers(5, 100, (2, 2, 60)).tolist()
+    params = []
+    for answer, spellings in zip(
+        answers, ((), (np.array(answers[1], "<i4").tobytes(),)), strict=True
+    ):
+        extra_args = with_options(None, RequestOptions(namespace="n", spellings=spellings))
+        params.append(
+            SamplingParams(
+                **dict(temperature=0, max_tokens=len(answer), ignore_eos=True, detokenize=False),
+                extra_args=extra_args,
+            )
+        )
+    with engine(llama, {"budget": 8}, max_num_seqs=1) as llm:
+        follow(llm, prompts, answers)
+        accepted = [0]
+        for prompt, answer, own in zip(prompts, answers, params, strict=True):
+            assert generate(llm, [prompt], own) == [[answer]]
+            accepted.append(drafter_of(llm).counters.accepted_nodes)
+        without, within = np.diff(accepted)
+        assert without < 10 and within > 40
 
 
 def test_a_client_cannot_write_them() -> None:

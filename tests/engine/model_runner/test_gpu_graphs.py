@@ -402,7 +402,7 @@ def test_graphs_for_any_batch_hold_more_tokens_than_requests(make: Callable[...,
 
 def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any]) -> None:
     made = make(mode=FULL)
-    made._clock, nothing = StepClock(overlaps=True), SchedulerOutput.make_empty()
+    made._clock, nothing = StepClock(), SchedulerOutput.make_empty()
     for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
                            (DraftTree.chain([1, 2]), False)):  # fmt: skip
         drafts = NO_TREES._replace(forest=DraftForest.of([tree]))

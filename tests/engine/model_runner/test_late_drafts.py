@@ -117,7 +117,7 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
     proposer = Proposer(LookaheadOptions())
 
     drafter: Any = SimpleNamespace(
-        recorder=SimpleNamespace(timed=lambda name: nullcontext()),
+        recorder=SimpleNamespace(drafting=lambda: nullcontext()),
         surviving=lambda task: nullcontext(),
         proposer=proposer,
         options=LookaheadOptions(),

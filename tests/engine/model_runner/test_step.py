@@ -48,12 +48,10 @@ def test_a_step_of_the_same_batch_takes_over_what_was_prepared(
     slots: dict[str, int], repeats: bool
 ) -> None:
     last, step = Step(scheduled({"a": 4, "b": 2})), Step(scheduled(slots))
-    last.prepare_early(9)
-    step.prepare_early(9)
+    last.prepare_early(5)
     last.found = last.prepared = object()
-    step.follow(last)
-    assert step.repeats is repeats and (step.found is last.found) is repeats
+    assert step.repeat(last) is step.repeats is step.is_late is repeats
+    if repeats:
+        assert (step.found, step.most_nodes) == (last.found, 5) and step.may_repeat
     last.may_repeat = False
-    other = Step(scheduled(slots))
-    other.follow(last)
-    assert not other.repeats
+    assert not Step(scheduled(slots)).repeat(last)
