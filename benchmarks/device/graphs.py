@@ -40,7 +40,8 @@ def install(work: HostWork) -> None:
         def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
             config = self.compilation_config
             config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-            most = self.max_num_reqs * self.decode_query_len  # else the largest steps have no graph
+            # Else the largest steps have no graph.
+            most = min(self.max_num_reqs * self.decode_query_len, self.max_num_tokens)
             sizes = [*(size for size in SIZES if size < most), most]
             config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = sizes, most
             super().initialize_kv_cache(*args, **kwargs)
