@@ -43,6 +43,7 @@ def _kernels_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.v1.worker.gpu.buffer_utils.UvaBuffer", UvaBuffer)
     table.install()
     recorded_graphs.enable(monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
 
 
 class _Mover:
