@@ -258,7 +258,7 @@ class GraphRunner(LookaheadRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         step = self.step
-        if step.has_tail:
+        if output is not None and step.has_tail:  # None: the model has failed
             # The next graph may write where the tokens are, so it must follow their copy.
             self.main_stream.wait_event(output.copy_event)
             width = 1 if step.layout is None else step.layout.width

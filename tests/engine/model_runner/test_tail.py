@@ -22,6 +22,7 @@ from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.model_runner.drafts import Drafts
 from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
 from lookahead_vllm.engine.model_runner.late_shape import LateShape
+from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.model_runner.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.model_runner.step import Step
 from lookahead_vllm.engine.model_runner.tail import Draws
@@ -261,3 +262,11 @@ def test_a_table_that_is_too_narrow_is_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(graph_runner, "width_for", lambda most_nodes: most_nodes - 1)
     with pytest.raises(ValueError, match="more than the width"):
         run(Engine(seed=4), 500)
+
+
+def test_a_step_that_failed_has_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if the step before it had a tail."""
+    monkeypatch.setattr(LookaheadRunner, "sample_tokens", lambda *_: None)
+    runner: Any = object.__new__(GraphRunner)
+    runner.step = Step(SchedulerOutput.make_empty(), has_tail=True)
+    assert runner.sample_tokens(None) is None
