@@ -13,26 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.options import OptionError
-from lookahead_vllm.draft.progress import (
-    EmittedTokens,
-    ProgressArrays,
-    WantedDrafts,
-    count_tokens,
-    limit_trees,
-)
-from lookahead_vllm.draft.proposer import Proposer
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
+from lookahead_vllm.draft.proposer import TextByText
+from lookahead_vllm.draft.stepping import ENDLESS
+from lookahead_vllm.draft.tree import DraftTree
 
 MIN_NGRAM, MAX_NGRAM = 2, 5
 """Of prompt lookup, as in vLLM's examples; its default, 5 and 5, drafts less."""
 
-_ENDLESS = 1 << 40
-"""More tokens than any text has."""
 
-
-class Peer(Proposer):
+class Peer(TextByText):
     """Drafts a chain for each request, from its text."""
 
     def __init__(self) -> None:
@@ -71,30 +62,10 @@ class Peer(Proposer):
         """See Proposer."""
         return self._rows[request_id]
 
-    def draft(
-        self,
-        progress: ProgressArrays,
-        emitted: EmittedTokens,
-        spans: Int64s,
-        wanted: WantedDrafts,
-        max_model_len: int,
-    ) -> tuple[DraftForest, Int64s]:
-        """See Proposer."""
-        count_tokens(progress[:], emitted[:], spans)
-        for at, tokens, (first, end) in zip(
-            emitted.rows.tolist(), emitted.tokens.tolist(), spans.tolist(), strict=True
-        ):
-            if end > first:
-                self.add(int(progress.texts[at]), tokens[first:end])
-        trees = []
-        for row, nodes, depth, _ in limit_trees(progress[:], wanted[:], max_model_len).tolist():
-            chain: Sequence[int] = ()
-            if nodes:
-                chain = self.chain(row, self._texts[row][: self._sizes[row]], min(nodes, depth))
-            trees.append(DraftTree.chain(chain) if len(chain) else EMPTY_TREE)
-        return DraftForest.of(trees), np.where(progress.is_decoding, progress.num_tokens, 0)[
-            wanted.rows
-        ]
+    def tree(self, text: int, max_nodes: int, max_depth: int, may_branch: bool) -> DraftTree:
+        """See TextByText."""
+        own = self._texts[text][: self._sizes[text]]
+        return DraftTree.chain(self.chain(text, own, min(max_nodes, max_depth)))
 
     def finish(self, request_id: str) -> None:
         """See Proposer."""
@@ -117,7 +88,7 @@ class PromptLookup(Peer):
 
     def chain(self, row: int, text: Int32s, most: int) -> Sequence[int]:
         """See Peer."""
-        found: list[int] = self._find(text, MIN_NGRAM, MAX_NGRAM, _ENDLESS, most).tolist()
+        found: list[int] = self._find(text, MIN_NGRAM, MAX_NGRAM, ENDLESS, most).tolist()
         return found
 
 

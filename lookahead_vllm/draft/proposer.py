@@ -17,8 +17,9 @@ from lookahead_vllm.draft.progress import (
     ProgressArrays,
     WantedDrafts,
     count_tokens,
+    limit_trees,
 )
-from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 
 NO_LOAD = Load()
 
@@ -180,6 +181,12 @@ class Proposer(ABC):
         """End the request; an unknown one is ignored."""
 
 
+def known_tokens(progress: ProgressArrays, wanted: WantedDrafts) -> Int64s:
+    """The known tokens of each wanted request, int64 [t]; 0 if it does not decode."""
+    num_tokens: Int64s = np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
+    return num_tokens
+
+
 class NoProposer(Proposer):
     """Drafts nothing. Used on ranks that only verify rank 0's drafts."""
 
@@ -200,8 +207,40 @@ class NoProposer(Proposer):
     ) -> tuple[DraftForest, Int64s]:
         """An empty tree for each request."""
         count_tokens(progress[:], emitted[:], spans)
-        num_tokens = np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
-        return DraftForest.of([]).with_empty(len(wanted.rows)), num_tokens
+        trees = DraftForest.of([]).with_empty(len(wanted.rows))
+        return trees, known_tokens(progress, wanted)
 
     def finish(self, request_id: str) -> None:
         """Do nothing."""
+
+
+class TextByText(Proposer):
+    """Reads and drafts one text after another, in Python: for replays and tests."""
+
+    @abstractmethod
+    def add(self, text: int, tokens: list[int]) -> None:
+        """A text, by its row, goes on with these tokens."""
+
+    @abstractmethod
+    def tree(self, text: int, max_nodes: int, max_depth: int, may_branch: bool) -> DraftTree:
+        """A tree that follows a text, within these limits; `max_nodes` is at least 1."""
+
+    def draft(
+        self,
+        progress: ProgressArrays,
+        emitted: EmittedTokens,
+        spans: Int64s,
+        wanted: WantedDrafts,
+        max_model_len: int,
+    ) -> tuple[DraftForest, Int64s]:
+        """See Proposer."""
+        count_tokens(progress[:], emitted[:], spans)
+        rows, tokens = emitted.rows.tolist(), emitted.tokens.tolist()
+        for row, own, (first, end) in zip(rows, tokens, spans.tolist(), strict=True):
+            if end > first:
+                self.add(int(progress.texts[row]), own[first:end])
+        limits = limit_trees(progress[:], wanted[:], max_model_len).tolist()
+        trees = [self.tree(*one) if one[1] else EMPTY_TREE for one in limits]
+        forest = DraftForest.of(trees)
+        self.pays = forest.num_nodes > 0
+        return forest, known_tokens(progress, wanted)

@@ -24,7 +24,7 @@ from lookahead_vllm.draft.progress import (
 from lookahead_vllm.draft.proposer import NO_LOAD, Proposer, Verified
 from lookahead_vllm.draft.tree import DraftForest
 
-_ENDLESS = 1 << 40
+ENDLESS = 1 << 40
 """More tokens than any request has."""
 
 
@@ -60,7 +60,7 @@ def read(
     padded = np.zeros((len(counts), counts.max(initial=1)), np.int64)
     for row, new in zip(padded, tokens.values(), strict=True):
         row[: len(new)] = new
-    progress = _progress_of(proposer, list(tokens), np.full(len(counts), _ENDLESS))
+    progress = _progress_of(proposer, list(tokens), np.full(len(counts), ENDLESS))
     emitted = EmittedTokens(np.arange(len(counts)), padded, counts, chains)
     proposer.plan((), NOTHING_WANTED, np.empty(0, np.int64), NO_LOAD, verified)
     _draft(proposer, progress, emitted, NOTHING_WANTED)
@@ -102,4 +102,4 @@ def _progress_of(
 def _draft(
     proposer: Proposer, progress: ProgressArrays, emitted: EmittedTokens, wanted: WantedDrafts
 ) -> DraftForest:
-    return proposer.draft(progress, emitted, emitted.new_spans(), wanted, _ENDLESS)[0]
+    return proposer.draft(progress, emitted, emitted.new_spans(), wanted, ENDLESS)[0]

@@ -10,14 +10,7 @@ import numpy as np
 
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.progress import (
-    EmittedTokens,
-    ProgressArrays,
-    WantedDrafts,
-    count_tokens,
-    limit_trees,
-)
-from lookahead_vllm.draft.proposer import Proposer
+from lookahead_vllm.draft.proposer import TextByText
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.draft.stepping import DraftLimits
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
@@ -43,7 +36,7 @@ def first_branch(tree: DraftTree) -> DraftTree:
     return DraftTree.chain(tree.tokens[nodes].tolist())
 
 
-class TestProposer(Proposer):
+class TestProposer(TextByText):
     """Stores the text of each request; subclasses implement `grow`."""
 
     __test__ = False
@@ -77,31 +70,12 @@ class TestProposer(Proposer):
         """The request has emitted these tokens."""
         self.outputs[request_id] += tokens
 
-    def draft(
-        self,
-        progress: ProgressArrays,
-        emitted: EmittedTokens,
-        spans: Int64s,
-        wanted: WantedDrafts,
-        max_model_len: int,
-    ) -> tuple[DraftForest, Int64s]:
-        count_tokens(progress[:], emitted[:], spans)
-        for row, tokens, (first, end) in zip(
-            emitted.rows, emitted.tokens.tolist(), spans.tolist(), strict=True
-        ):
-            if end > first:
-                self.read(self.texts[progress.texts[row]], tokens[first:end])
-        trees = []
-        for text, nodes, depth, may_branch in limit_trees(
-            progress[:], wanted[:], max_model_len
-        ).tolist():
-            tree = EMPTY_TREE
-            if nodes:
-                tree = self.grow(DraftLimits(self.texts[text], nodes, depth))
-            trees.append(tree if may_branch else first_branch(tree))
-        forest = DraftForest.of(trees)
-        self.pays = forest.num_nodes > 0
-        return forest, np.where(progress.is_decoding, progress.num_tokens, 0)[wanted.rows]
+    def add(self, text: int, tokens: list[int]) -> None:
+        self.read(self.texts[text], tokens)
+
+    def tree(self, text: int, max_nodes: int, max_depth: int, may_branch: bool) -> DraftTree:
+        tree = self.grow(DraftLimits(self.texts[text], max_nodes, max_depth))
+        return tree if may_branch else first_branch(tree)
 
     def grow(self, limit: DraftLimits) -> DraftTree:
         raise NotImplementedError

@@ -61,15 +61,9 @@ class Drafts(NamedTuple):
     def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> DraftStep:
         """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32
         [r] rows."""
-        rows, forest, from_proposer = self.rows_in(req_ids), self.forest, self.from_proposer
-        if from_proposer is None:
-            from_proposer = np.ones(len(forest), np.bool_)
+        forest, from_proposer, rows, contexts = self._with_nodes(self.rows_in(req_ids))
         computed = np.zeros(len(req_ids), np.int32)
-        computed[rows] = self.num_tokens - 1
-        kept = np.flatnonzero(forest.sizes)
-        if len(kept) < len(forest):
-            forest = forest.take(kept, forest.sizes[kept])
-            rows, from_proposer = rows[kept], from_proposer[kept]
+        computed[rows] = contexts
         return DraftStep.of_scheduled(forest, from_proposer, rows, num_tokens, computed)
 
     def placed(self, rows: Int64s, starts: Int32s) -> DraftStep:
@@ -82,6 +76,15 @@ class Drafts(NamedTuple):
         starts : int32 [r + 1]
             The first token of each request, then the number of tokens.
         """
+        forest, from_proposer, rows, contexts = self._with_nodes(rows)
+        before_roots = np.zeros(len(rows), np.int64)
+        return DraftStep(
+            forest, rows, starts[rows].astype(np.int64), contexts, from_proposer, before_roots
+        )
+
+    def _with_nodes(self, rows: Int64s) -> tuple[DraftForest, NDArray[np.bool_], Int64s, Int64s]:
+        """The trees with nodes; of each whether it is the proposer's, its row of `rows` int64 [t],
+        and the tokens before its root."""
         forest, from_proposer, contexts = self.forest, self.from_proposer, self.num_tokens - 1
         if from_proposer is None:
             from_proposer = np.ones(len(forest), np.bool_)
@@ -89,10 +92,7 @@ class Drafts(NamedTuple):
         if len(kept) < len(forest):
             forest = forest.take(kept, forest.sizes[kept])
             rows, from_proposer, contexts = rows[kept], from_proposer[kept], contexts[kept]
-        before_roots = np.zeros(len(rows), np.int64)
-        return DraftStep(
-            forest, rows, starts[rows].astype(np.int64), contexts, from_proposer, before_roots
-        )
+        return forest, from_proposer, rows, contexts
 
     def rows_in(self, req_ids: Sequence[str]) -> Int64s:
         """The row of the batch of each tree's request, int64 [t]."""

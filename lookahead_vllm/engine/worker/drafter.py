@@ -1,4 +1,4 @@
-"""Connects vLLM's runner to a proposer: passes on emitted tokens, keeps drafts until verified."""
+"""The proposer of a worker, with all that it needs: cost, cache file, fleet, counters."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ way, for instance by a debugger."""
 
 
 class LookaheadDrafter:
-    """Passes requests and tokens to the proposer of a worker, and its drafts on.
+    """Holds the proposer of a worker.
 
     Of the ranks that share a model, only one drafts: the first of the last pipeline stage. Its
     drafts are sent to all ranks.
