@@ -81,6 +81,7 @@ def wait() -> None:
 
 def compile_verification() -> None:
     """Compile the kernels that the worker calls itself, so that no request waits for it."""
+    from lookahead_vllm.draft.budget.cost import StepWork
     from lookahead_vllm.draft.progress import compile_progress
     from lookahead_vllm.draft.tree import DraftForest, DraftTree
     from lookahead_vllm.verify import acceptance
@@ -92,6 +93,7 @@ def compile_verification() -> None:
     forest.faults(2, forest.sizes)
     TreeBatch.build(forest, zeros, zeros, zeros)
     assert forest.branching[0] and len(forest.owners) == 2
+    StepWork.of_decodes(forest, zeros, zeros)
     tokens = np.zeros(1, np.int32), np.zeros(2, np.int32)
     paths = acceptance.accepted_paths(forest, *tokens)
     acceptance.emitted_tokens(forest, zeros, paths, *tokens)

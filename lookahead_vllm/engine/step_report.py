@@ -65,10 +65,11 @@ class StepReport:
             for source, count in enumerate(counts):
                 total[source] += int(count)
 
-    def count_lengths(self, lengths: Iterable[int]) -> None:
-        """Add the tokens that each request with a draft emitted."""
-        for length in lengths:
-            self.lengths[length] = self.lengths.get(length, 0) + 1
+    def count_lengths(self, requests: Iterable[int]) -> None:
+        """Add requests with a draft, given by their accepted nodes: none, one, and so on."""
+        for emitted, count in enumerate(requests, 1):
+            if count:
+                self.lengths[emitted] = self.lengths.get(emitted, 0) + count
 
 
 @dataclass

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.sources import NAMES
-from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.tree import DraftForest, find_branching
 
 
 def accepted_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> Int32s:
@@ -99,38 +99,43 @@ def _follow(
 
 
 class Tally(NamedTuple):
-    """The nodes of a step's trees, counted by source."""
+    """The trees of a step, counted; nodes by source."""
 
     verified: Int64s
     """int64 [len(sources.NAMES)], as `accepted`."""
     accepted: Int64s
     lengths: Int64s
-    """int64 [t]: the accepted nodes of each tree."""
+    """int64 [1 + longest path]: the trees with nodes, by their accepted nodes."""
+    branching: int
+    """The trees that branch."""
     moved: int
     """The accepted nodes that do not follow their root yet."""
 
 
 def tally(forest: DraftForest, paths: Int32s) -> Tally:
     """Count all nodes and the accepted ones; `paths` as in `accepted_paths`."""
-    return Tally(*_tally(forest.sources, forest.firsts, paths, len(NAMES)))
+    nodes = forest.parents, forest.sources, forest.firsts
+    return Tally(*_tally(*nodes, paths, len(NAMES)))
 
 
 @kernel
 def _tally(
-    sources: NDArray[np.uint8], firsts: Int64s, paths: Int32s, num_sources: int
-) -> tuple[Int64s, Int64s, Int64s, int]:
+    parents: Int32s, sources: NDArray[np.uint8], firsts: Int64s, paths: Int32s, num_sources: int
+) -> tuple[Int64s, Int64s, Int64s, int, int]:
     moved = 0
     verified, accepted = np.zeros(num_sources, np.int64), np.zeros(num_sources, np.int64)
-    lengths = np.zeros(len(paths), np.int64)
+    lengths = np.zeros(paths.shape[1] + 1, np.int64)
     for source in sources:
         verified[source] += 1
     for tree in range(len(paths)):
+        length = 0
         for node in paths[tree]:
             if node >= 0:
                 accepted[sources[firsts[tree] + node]] += 1
-                moved += node != lengths[tree]
-                lengths[tree] += 1
-    return verified, accepted, lengths, moved
+                moved += node != length
+                length += 1
+        lengths[length] += firsts[tree + 1] > firsts[tree]
+    return verified, accepted, lengths, find_branching(parents, firsts).sum(), moved
 
 
 def emitted_tokens(

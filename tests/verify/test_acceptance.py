@@ -70,6 +70,6 @@ def test_nodes_are_counted_by_source_and_those_that_move() -> None:
     forest = DraftForest.of(trees)
     paths = np.array([[0, 1], [2, 3]], np.int32)
     counts = tally(forest, paths)
-    assert counts.lengths.tolist() == [2, 2] and counts.moved == 2
+    assert counts.lengths.tolist() == [0, 0, 2] and counts.moved == 2
     assert counts.verified.sum() == 6 and counts.accepted.sum() == 4
     assert tally(forest, np.array([[0, -1], [-1, -1]], np.int32)).moved == 0

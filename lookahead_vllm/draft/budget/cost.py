@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
-from lookahead_vllm.draft.jit import Int64s, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.tree import DraftForest, find_branching
 
 CRITICAL_SLOWDOWN = 1.25
 """A step of the critical decoding length takes this many times as long as a step of one token."""
@@ -154,6 +155,21 @@ class StepWork(NamedTuple):
     """Whether the device waited for drafts before the next step, even if that got none; None if
     every step with nodes has the cost of drafts."""
 
+    @classmethod
+    def of_decodes(cls, forest: DraftForest, contexts: Int64s, all_contexts: Int64s) -> StepWork:
+        """The work of a step whose requests all decode.
+
+        Parameters
+        ----------
+        forest, contexts : int64 [t]
+            The trees with nodes, and the context length of each.
+        all_contexts : int64 [r]
+            The context lengths of all requests.
+        """
+        nodes, requests = forest.num_nodes, len(all_contexts)
+        attended = _attended(forest.parents, forest.firsts, contexts, all_contexts)
+        return cls(requests + nodes, requests, nodes, *attended)
+
     @property
     def has_drafts(self) -> bool:
         """Whether the step has the cost of drafts: it has nodes, or the device waited for some."""
@@ -162,6 +178,24 @@ class StepWork(NamedTuple):
     def without_drafts(self) -> StepWork:
         """The same step, if no request had a draft."""
         return StepWork(self.tokens - self.nodes, self.requests, 0, self.context, self.context, 0.0)
+
+
+@kernel
+def _attended(
+    parents: Int32s, firsts: Int64s, contexts: Int64s, all_contexts: Int64s
+) -> tuple[int, int, int]:
+    """`context`, `causal` and `trees` of StepWork."""
+    branches = find_branching(parents, firsts)
+    context, in_trees = all_contexts.sum(), 0
+    causal = context
+    for tree in range(len(contexts)):
+        num_nodes = firsts[tree + 1] - firsts[tree]
+        if branches[tree]:
+            in_trees += (1 + num_nodes) * contexts[tree]
+            causal -= contexts[tree]
+        else:
+            causal += num_nodes * contexts[tree]
+    return context, causal, in_trees
 
 
 class StepPrices(NamedTuple):

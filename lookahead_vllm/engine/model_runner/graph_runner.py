@@ -25,14 +25,14 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.model_runner.sampler import RootSampler
-from lookahead_vllm.engine.model_runner.step import State
+from lookahead_vllm.engine.model_runner.step import State, Step
 from lookahead_vllm.engine.model_runner.tail import Draws, Sampled, run_tail
 from lookahead_vllm.engine.worker.attended import GraphBuffers
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
 from lookahead_vllm.verify.gpu.fixed_batch import NO_STARTS, FixedBatch
-from lookahead_vllm.verify.node_layout import width_for
+from lookahead_vllm.verify.node_layout import width_for, width_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -239,29 +239,36 @@ class GraphRunner(LookaheadRunner):
 
         return launch
 
+    def _fits_tail(self, step: Step) -> bool:
+        """Whether the graph of a step has a tail that does all that its requests need."""
+        manager = self.cudagraph_manager
+        if step.graph is None or manager is None or step.graph not in manager.tails:
+            return False
+        return bool(self.sampler.draws.suffices[step.prepared.idx_mapping_np].all())
+
     def sample(self, hidden_states: torch.Tensor, batch: InputBatch, grammar: Any) -> Any:
         step, manager = self.step, self.cudagraph_manager
-        if (
-            step.graph is None
-            or manager is None
-            or step.graph not in manager.tails
-            or grammar is not None
-            or not self.sampler.draws.suffices[batch.idx_mapping_np].all()
-        ):
+        if not step.has_tail:
             return super().sample(hidden_states, batch, grammar)
-        step.has_tail = True
+        assert manager is not None and step.graph is not None
         sampled: Sampled = manager.replay_tail(step.graph)
-        self._observe(sampled.logits[: batch.num_tokens], batch)
+        self._observe(sampled.logits[: self._shape.split.num_rows], batch)
         tokens, *counts = (part[: batch.num_reqs] for part in sampled[1:])
         return SamplerOutput(tokens, None, None, *counts), *counts
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        output = super().sample_tokens(grammar_output)
         step = self.step
-        if output is not None and step.has_tail:  # None: the model has failed
+        if grammar_output is not None or not self._fits_tail(step):
+            return super().sample_tokens(grammar_output)
+        # The batch stays as vLLM has prepared it: all that follows reads its rows on the device.
+        step.has_tail = True
+        step.trees = step.whole_trees = self._shape.trees(step)
+        with patches.swapped(self, "speculator", None):
+            output = super().sample_tokens(None)
+        if output is not None:  # else the model has failed
             # The next graph may write where the tokens are, so it must follow their copy.
             self.main_stream.wait_event(output.copy_event)
-            width = 1 if step.layout is None else step.layout.width
+            width = width_of(step.trees.forest)
             output.sampled_token_ids = output.sampled_token_ids[:, :width]
         return output
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load
-from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.progress import (
     GONE,
     NO_TEXT,
@@ -370,7 +370,7 @@ class LateDrafts:
         )
         return trees
 
-    def num_computed(self, step: Step) -> Int32s:
-        """KV slots before the tokens of a step that was added, int32 [r]; right for requests that
+    def contexts(self, step: Step) -> Int64s:
+        """KV slots before the tokens of a step that was added, int64 [r]; right for requests that
         decode."""
-        return (self._requests.progress.arrays.num_tokens[step.requests] - 1).astype(np.int32)
+        return self._requests.progress.arrays.num_tokens[step.requests] - 1

@@ -22,6 +22,7 @@ from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.model_runner.step import State, Step
+from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.verify.node_layout import NodeLayout, width_of
 from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows, placer
 
@@ -176,6 +177,10 @@ class LateShape:
         """The model's inputs, without padding."""
         count = self.split.num_rows
         return {"input_ids": self._rows.ids[:count], "positions": self._rows.positions[:count]}
+
+    def trees(self, step: Step) -> DraftStep:
+        """The trees of the step, in its rows."""
+        return step.drafts.placed(step.rows, self.split.starts)
 
     def layout(self, forest: DraftForest) -> NodeLayout:
         """Where the nodes of the step are; all of its rows have logits."""

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
+from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.config import options_of
@@ -371,14 +372,13 @@ class LookaheadRunner(DummyRuns):
         """Find the drafts' rows of the batch, and of its logits."""
         batch = step.batch
         if step.is_late:
-            trees = step.drafts.placed(step.rows, self._shape.split.starts)
-            layout = self._shape.layout(trees.forest)
+            trees = self._shape.trees(step)
+            step.layout = self._shape.layout(trees.forest)
         else:
             trees = step.drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
             ends = batch.cu_num_logits_np
-            layout = NodeLayout.build(trees.forest, trees.rows, ends, self.device)
+            step.layout = NodeLayout.build(trees.forest, trees.rows, ends, self.device)
         step.trees = step.whole_trees = trees
-        step.layout = layout
         step.move = partial(self._move, step.slots) if trees.branches else None
 
     def _move(self, slots: torch.Tensor, path: Walk, requests: slice, ends: torch.Tensor) -> None:
@@ -458,7 +458,8 @@ class LookaheadRunner(DummyRuns):
             return
         if not step.whole.waited:  # the host does not know the texts before these nodes
             return
-        sizes = np.diff(batch.cu_num_logits_np) - 1
+        starts = self._shape.split.starts if step.is_late else batch.cu_num_logits_np
+        sizes = np.diff(starts) - 1
         step.verified = step.trees.collect_choices(
             logits,
             sizes.astype(np.int64),
@@ -470,7 +471,7 @@ class LookaheadRunner(DummyRuns):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         step = self.step
-        if step.is_late and self.execute_model_state is not None:
+        if step.is_late and not step.has_tail and self.execute_model_state is not None:
             self._settle(step)
             self.execute_model_state = self.execute_model_state._replace(input_batch=step.batch)
         # Without steps, vLLM does not overwrite its drafts by -1, which later graphs would embed as
@@ -532,9 +533,10 @@ class LookaheadRunner(DummyRuns):
         if step.elapsed is not None and work and not step.scheduled.scheduled_new_reqs:
             waited = step.has_slots and step.whole.waited
             self.drafter.observe_step(work._replace(waits=waited), step.elapsed)
-        if not batch.has_prefill:
-            computed = self._late.num_computed(step)
-            step.work = step.trees.work(batch.num_scheduled_tokens, computed)
+        num_tokens = batch.num_reqs + step.trees.forest.num_nodes
+        if step.is_late or (not batch.has_prefill and batch.num_tokens == num_tokens):
+            trees, contexts = step.trees, self._late.contexts(step)
+            step.work = StepWork.of_decodes(trees.forest, trees.contexts, contexts)
 
     def shutdown(self) -> None:
         try:

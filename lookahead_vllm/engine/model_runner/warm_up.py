@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner.drafts import NO_TREES, Drafts
 from lookahead_vllm.engine.model_runner.step import Step
@@ -51,9 +51,9 @@ class WarmUpDrafts:
         """See `LateDrafts`."""
         return False
 
-    def num_computed(self, step: Step) -> Int32s:
+    def contexts(self, step: Step) -> Int64s:
         """See `LateDrafts`."""
-        return np.zeros(step.batch.num_reqs, np.int32)
+        return np.zeros(step.batch.num_reqs, np.int64)
 
     def grow(self, step: Step, chains_only: Collection[str] = ()) -> Drafts:
         """A draft for each request with slots; the first two nodes are children of the root."""

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
@@ -112,6 +111,8 @@ class DraftStep:
         with_chains
             Whether it also computes chains, except those after tokens of the prompt.
         """
+        if not len(self.forest):
+            return None
         is_chosen = self.forest.branching
         if with_chains:
             is_chosen = is_chosen | ((self.forest.sizes > 0) & (self.before_roots == 0))
@@ -125,28 +126,6 @@ class DraftStep:
         starts, contexts = self.starts[chosen] - before, self.contexts[chosen] - before
         places = np.stack((self.rows[chosen], starts, contexts))
         return TreeBatch.build(forest, *places) if len(forest) else None
-
-    def work(
-        self,
-        num_scheduled_tokens: NDArray[np.int32],
-        num_computed_tokens: NDArray[np.int32],
-    ) -> StepWork | None:
-        """What the time of this step depends on; None for a step that reads a prompt.
-
-        Parameters
-        ----------
-        num_scheduled_tokens, num_computed_tokens : int32 [r]
-            By row of the batch.
-        """
-        forest, num_reqs = self.forest, len(num_scheduled_tokens)
-        num_tokens = int(num_scheduled_tokens.sum())
-        if num_tokens != num_reqs + forest.num_nodes:
-            return None
-        context = int(num_computed_tokens.sum())
-        rows = (1 + forest.sizes) * self.contexts
-        in_trees = int(rows[forest.branching].sum())
-        causal = context + int(rows.sum() - self.contexts.sum()) - in_trees
-        return StepWork(num_tokens, num_reqs, forest.num_nodes, context, causal, in_trees)
 
     def collect_choices(
         self,

@@ -75,14 +75,14 @@ class StepRecorder:
         """Count verified trees and their accepted nodes; `paths` as in `accepted_paths`."""
         counters, report, counts = self.counters, self.report, tally(forest, paths)
         verified, accepted = counts.verified.tolist(), counts.accepted.tolist()
-        drafted = forest.sizes > 0
-        counters.trees += int(drafted.sum())
-        counters.branching_trees += int(forest.branching.sum())
+        lengths = counts.lengths.tolist()
+        counters.trees += sum(lengths)
+        counters.branching_trees += counts.branching
         counters.nodes += forest.num_nodes
         counters.accepted_nodes += sum(accepted)
         counters.moved_tokens += counts.moved
         report.count_nodes(verified, accepted)
-        report.count_lengths((1 + counts.lengths[drafted]).tolist())
+        report.count_lengths(lengths)
 
     def take_report(self) -> StepReport:
         """The report, with the trie's size and what was pruned and refused; begins a new one."""

@@ -111,6 +111,15 @@ def test_the_time_of_waiting_is_learned_from_steps_without_a_node():
     assert cost.steps_since_plain == 0
 
 
+def test_the_work_of_a_step_counts_attention_to_chains_and_trees_apart():
+    chain, tree = DraftTree.from_lists([1, 2], [-1, 0]), DraftTree.from_lists([1, 2, 3], [-1, 0, 0])
+    own, everyones = np.array([100, 50]), np.array([100, 20, 50])
+    step = StepWork.of_decodes(DraftForest.of([chain, tree]), own, everyones)
+    assert step == StepWork(8, 3, 5, 170, 3 * 100 + 20, 4 * 50)
+    plain = StepWork.of_decodes(DraftForest.of([]), own[:0], everyones)
+    assert plain == StepWork(3, 3, 0, 170, 170, 0)
+
+
 def test_steps_wait_for_drafts_while_these_make_them_faster():
     cost = StepCost(CostCurve([1, 64], [1.0, 1.01]))
     cost.steps_since_plain = 10

@@ -190,9 +190,10 @@ class Engine:
         hidden[:num_rows] = self.table[shape._rows.ids[:num_rows].long()]
         before = [mover.cache.clone() for mover in self.movers]
         runner.step = step
+        assert runner._fits_tail(step)
+        step.has_tail = True
+        output, *_ = runner.sample(hidden[:padded], step.prepared, None)
         runner._settle(step)
-        output, *_ = runner.sample(hidden[:padded], step.batch, None)
-        assert step.has_tail
         moved = [mover.cache.clone() for mover in self.movers]
         for mover, cache in zip(self.movers, before, strict=True):
             mover.cache.copy_(cache)
@@ -265,8 +266,8 @@ def test_a_table_that_is_too_narrow_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_step_that_failed_has_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even if the step before it had a tail."""
     monkeypatch.setattr(LookaheadRunner, "sample_tokens", lambda *_: None)
-    runner: Any = object.__new__(GraphRunner)
-    runner.step = Step(SchedulerOutput.make_empty(), has_tail=True)
-    assert runner.sample_tokens(None) is None
+    engine = Engine(seed=5)
+    run(engine, 1)
+    engine.runner.speculator = None
+    assert engine.runner.sample_tokens(None) is None

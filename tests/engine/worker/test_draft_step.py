@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep, root_rows
 
@@ -53,15 +52,6 @@ def test_a_tree_has_the_tokens_before_its_root_as_a_chain() -> None:
     assert batch.depths.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2, 1]
     masks = [0b1, 0b11, 0b111, 0b1111, 0b11111, 0b100111, 0b1, 0b11, 0b111, 0b1001]
     assert batch.masks[:, 0].tolist() == masks
-
-
-def test_a_step_that_reads_a_prompt_has_no_known_work() -> None:
-    step = of_scheduled([0, 1])
-    assert step.work(np.array([5, 1, 4]), np.array([10, 20, 30])) is None
-    decoding = DraftStep.of_dummies([CHAIN, TREE], 100)
-    work = decoding.work(np.array([3, 4]), np.array([100, 100]))
-    assert work == StepWork(7, 2, 5, 200, 3 * 100, 4 * 100)
-    assert NO_DRAFTS.work(np.array([1]), np.array([50])) == StepWork(1, 1, 0, 50, 50, 0)
 
 
 def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted() -> None:
