@@ -9,7 +9,8 @@ it by sleeping. So the device keeps no core busy.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
@@ -20,20 +21,34 @@ from numpy.typing import NDArray
 class HostClock:
     """The CPU time of the thread that made it, plus the time that this thread slept here.
 
-    Other programs do not count, nor does the time in which the thread is blocked elsewhere. It
+    What stands in for kernels takes none (`stopped`). Other programs do not count, nor does the time in which the thread is blocked elsewhere. It
     sleeps for as long as on a real device, so that caches cool down as they would there.
     """
 
     def __init__(self) -> None:
         self._thread = get_ident()
         self._slept = 0.0
+        self._stopped_at: float | None = None
         self._sleep: Callable[[float], None] = time.sleep
 
     def now(self) -> float:
         """The current instant, in seconds; RuntimeError on another thread."""
         if get_ident() != self._thread:
             raise RuntimeError("the clock follows one thread, but another one uses the device")
+        if self._stopped_at is not None:
+            return self._stopped_at
         return time.thread_time() + self._slept
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """What the thread does in the block takes no time by this clock."""
+        self._stopped_at = self.now()
+        begin = time.thread_time()
+        try:
+            yield
+        finally:
+            self._slept -= time.thread_time() - begin
+            self._stopped_at = None
 
     def sleep_until(self, instant: float) -> None:
         """Return at `instant`, and not before. Waking up takes no time."""

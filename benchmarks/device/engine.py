@@ -187,7 +187,7 @@ def measure(job: Job) -> Callable[[], Measurement]:
     from vllm import SamplingParams, TokensPrompt
 
     stand_ins.install(device)
-    work = HostWork()
+    work = HostWork(clock)
     work.watch()
     if job.graphs:
         graphs.install(work)

@@ -8,9 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.device.device import HostClock
+
 
 class HostWork:
     """Times and counts what a step's CPU time contains beside the host's work.
+
+    Parameters
+    ----------
+    clock
+        Of the host. It stops while a function stands in for a kernel.
 
     Attributes
     ----------
@@ -25,7 +32,8 @@ class HostWork:
         Of torch outside of these functions, views included, while `counting_operators`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: HostClock) -> None:
+        self._clock = clock
         self.stand_ins = self.polled = 0.0
         self.launches = self.operators = 0
         self._inside = False
@@ -40,7 +48,8 @@ class HostWork:
             self._inside = True
             begin = time.thread_time()
             try:
-                return function(*args, **kwargs)
+                with self._clock.stopped():
+                    return function(*args, **kwargs)
             finally:
                 self.stand_ins += time.thread_time() - begin
                 self.launches += launches
