@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 class HostClock:
     """The CPU time of the thread that made it, plus the time that this thread slept here.
 
-    What stands in for kernels takes none (`stopped`). Other programs do not count, nor does the time in which the thread is blocked elsewhere. It
-    sleeps for as long as on a real device, so that caches cool down as they would there.
+    What stands in for kernels takes none (`stopped`). Other programs do not count, nor does the
+    time in which the thread is blocked elsewhere. It sleeps for as long as on a real device, so
+    that caches cool down as they would there.
     """
 
     def __init__(self) -> None:
