@@ -143,12 +143,15 @@ def _allot(
     best = 0
     gains = np.empty(num_nodes)
     order = np.arange(num_nodes)
-    for _ in range(8):
+    for turn in range(8):
         for node in range(num_nodes):
             # The root's cost is left out: it would change the order of nodes within a tree.
             extra = tree[owners[node]] if branching[owners[node]] else chain[owners[node]]
             gains[node] = probs[node] - rate * extra
-        order = np.argsort(-gains, kind="mergesort")
+        if turn:
+            _sort_again(order, gains)
+        else:
+            order = np.argsort(-gains, kind="mergesort")
         emitted, time = float(progress), base
         best, best_value = 0, progress - rate * base
         best_rate = progress / base
@@ -190,6 +193,20 @@ def _allot(
             # Where the price rises steeply after the last node sent, one as likely can pay again.
             min_prob = min(min_prob, probs[order[best - 1]])
     return sizes, chained, rate, min_prob
+
+
+@kernel
+def _sort_again(order: Int64s, gains: NDArray[np.float64]) -> None:
+    """As a stable sort by falling gain, of an order in which little has changed."""
+    for k in range(1, len(order)):
+        node, place = order[k], k
+        while place > 0:
+            before = order[place - 1]
+            if gains[before] > gains[node] or (gains[before] == gains[node] and before < node):
+                break
+            order[place] = before
+            place -= 1
+        order[place] = node
 
 
 @kernel

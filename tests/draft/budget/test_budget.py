@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from lookahead_vllm.draft.budget.allot import is_worth_waiting
+from lookahead_vllm.draft.budget.allot import _sort_again, is_worth_waiting
 from lookahead_vllm.draft.budget.cost import (
     MEMORY_SECONDS,
     CostCurve,
@@ -146,6 +148,15 @@ def test_devices_that_share_a_tree_send_more_nodes():
     for parts, expected in ((1, 1), (2, 2), (4, 3)):
         cost = StepCost(CostCurve([1, 64], [1.0, 1 + 63 * 0.3]), causal=2e-4, parts=parts)
         assert allot(forest, context, cost, Load()).forest.sizes.tolist() == [expected]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=40))
+def test_nodes_are_sorted_again_as_at_first(gains):
+    first, second = np.array(gains, float).reshape(-1, 2).T
+    order = np.argsort(-first, kind="stable")
+    _sort_again(order, second)
+    assert order.tolist() == np.argsort(-second, kind="stable").tolist()
 
 
 def test_no_requests_get_no_nodes():
