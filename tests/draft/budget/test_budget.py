@@ -150,10 +150,10 @@ def test_devices_that_share_a_tree_send_more_nodes():
         assert allot(forest, context, cost, Load()).forest.sizes.tolist() == [expected]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=40))
 def test_nodes_are_sorted_again_as_at_first(gains):
-    first, second = np.array(gains, float).reshape(-1, 2).T
+    first, second = np.array(gains, float).reshape(-1, 2).T.copy()
     order = np.argsort(-first, kind="stable")
     _sort_again(order, second)
     assert order.tolist() == np.argsort(-second, kind="stable").tolist()
