@@ -210,9 +210,10 @@ class Trie:
         """
         first, lines = self.live[-space % MAX_LIVE_SPACES, 1:].tolist()
         page, end = first // PAGE_LINES, -(-(first + lines) // PAGE_LINES)
-        page += int(self._has_page[page:end].argmin())
-        if self._has_page[page]:
+        own = self._has_page[page:end]
+        if own.all():
             return False
+        page += int(own.argmin())
         self._has_page[page] = True
         self.edges[page * PAGE_LINES * SLOTS_PER_LINE] |= 0  # a write, which changes nothing
         return True
