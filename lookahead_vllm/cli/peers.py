@@ -24,7 +24,7 @@ MIN_NGRAM, MAX_NGRAM = 2, 5
 
 
 class Peer(TextByText):
-    """Drafts a chain for each request, from its text."""
+    """Drafts for each request, from its text: a chain, unless it overrides `tree`."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -95,7 +95,8 @@ class PromptLookup(Peer):
 class Suffix(Peer):
     """vLLM's `suffix`, by arctic-inference, with vLLM's defaults."""
 
-    DEPTH, REQUESTS, FACTOR, MIN_PROBABILITY = 24, 10000, 1.0, 0.1
+    DEPTH, REQUESTS = 24, 10000
+    FACTOR, OFFSET, MIN_PROBABILITY = 1.0, 0.0, 0.1
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,19 +121,39 @@ class Suffix(Peer):
 
     def chain(self, row: int, text: Int32s, most: int) -> Sequence[int]:
         """See Peer."""
-        draft = self._cache.speculate(
+        chain: list[int] = list(self._speculate(row, text, most).token_ids)
+        return chain
+
+    def _speculate(self, row: int, text: Int32s, most: int, as_tree: bool = False) -> Any:
+        return self._cache.speculate(
             row,
             text[-self.DEPTH :],
             max_spec_tokens=most,
             max_spec_factor=self.FACTOR,
+            max_spec_offset=self.OFFSET,
             min_token_prob=self.MIN_PROBABILITY,
+            use_tree_spec=as_tree,
         )
-        chain: list[int] = list(draft.token_ids)
-        return chain
 
     def end(self, row: int) -> None:
         """See Peer."""
         self._cache.stop_request(row)
 
 
-PEERS: dict[str, type[Peer]] = {"suffix": Suffix, "prompt_lookup": PromptLookup}
+class SuffixTrees(Suffix):
+    """Trees of arctic-inference, which vLLM does not use, with the limits that suit them best."""
+
+    FACTOR, OFFSET, MIN_PROBABILITY = 8.0, 4.0, 0.02
+
+    def tree(self, text: int, max_nodes: int, max_depth: int, may_branch: bool) -> DraftTree:
+        """See TextByText. Nodes may be deeper than `max_depth`; these are not sent."""
+        own = self._texts[text][: self._sizes[text]]
+        draft = self._speculate(text, own, max_nodes, as_tree=True)
+        return DraftTree.from_lists(draft.token_ids, draft.parents)
+
+
+PEERS: dict[str, type[Peer]] = {
+    "suffix": Suffix,
+    "suffix_trees": SuffixTrees,
+    "prompt_lookup": PromptLookup,
+}

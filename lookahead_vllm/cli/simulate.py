@@ -56,8 +56,9 @@ proposers:
   ngram_trie, with the options of a server, as in ngram_trie:branch_length=8:max_nodes=50000.
   ngram_trie:drafter=4 has the first four tokens of the recorded chains in its trees.
   hybrid and jacobi_window learn from the model's choices, which a recording does not have.
-  suffix is vLLM's, by arctic-inference, with vLLM's defaults; prompt_lookup is vLLM's `ngram`, with
-  n-grams of 2 to 5 tokens. Both insert prompts at once, and send their drafts whatever they cost.
+  suffix is vLLM's, by arctic-inference, with vLLM's defaults; suffix_trees are the same library's
+  trees, which vLLM does not use; prompt_lookup is vLLM's `ngram`, with n-grams of 2 to 5 tokens.
+  All insert prompts at once, and send their drafts whatever they cost.
 
 modes:
   cold    all traces of a file, in order, starting with an empty cache
@@ -76,14 +77,16 @@ columns:
   propose_us_p50, propose_us_p99, update_us_p50, by_category, by_file, by_turn, ...}.
 
 method:
-  --concurrent sessions run at a time, and a new one begins when one ends. The prefill takes a step
-  and produces the first output token. A step proposes a tree, accepts its longest path that agrees
+  --concurrent sessions run at a time, and a new one begins when one ends. A step reads 8192 tokens
+  of prompts, one after another, without what a session's last turn has left in the prefix cache;
+  the end of a prompt produces the first output token. A step proposes a tree, accepts its longest path that agrees
   with the recorded output, and commits that path and one more token. The remaining recorded output
   bounds the depth: deeper nodes are not sent.
-  Prompts are inserted as in an engine, with 0.4 µs a token: while the worker waits for the device,
-  which is 40 % of a step of --step-ms, and for 1/32 of each step. Passes over long prompts take
-  many steps, and prompts of others are inserted in this time; here they take one. With
-  `--insertion all`, each prompt is inserted at once, which no engine does. Times are those of the
+  Prompts are inserted as in an engine, with 0.7 µs a token: while the worker waits for the device,
+  which is 40 % of a step of --step-ms, and for 1/32 of each step. A step that reads a prompt counts
+  as long as any other, and sends as many nodes; in an engine, it takes longer and sends hardly any,
+  because the prompt leaves no room. With `--insertion all`, each prompt is inserted at once, which
+  no engine does. Times are those of the
   proposer's calls, in this process, with garbage collection off, after a warm-up on another
   instance; nothing else depends on them.
 

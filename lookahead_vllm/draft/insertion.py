@@ -91,14 +91,18 @@ class InsertionQueue:
             self._take_turn()
 
     def work_for(self, seconds: float) -> None:
-        """Insert until the queue is empty or this time is up, and at most one turn longer.
+        """Insert until the queue is empty or another turn, as long as the longest, would end too
+        late.
 
         For a time in which this thread has nothing else to do; it is no part of a step's share.
         """
-        end = self.clock() + seconds
-        while self.clock() < end and self._has_work():
+        now, longest = self.clock(), 0.0
+        end = now + seconds
+        while now + longest < end and self._has_work():
             self._insert_turn()
             sleep(0)  # leaves the global interpreter lock to others
+            before, now = now, self.clock()
+            longest = max(longest, now - before)
 
     def end_step(self) -> None:
         """Insert for the rest of this step's time, at least one turn, and begin the next step."""

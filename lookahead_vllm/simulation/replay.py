@@ -30,10 +30,13 @@ from lookahead_vllm.verify.acceptance import accepted_paths
 Mode = Literal["cold", "replay"]
 MODES: tuple[Mode, ...] = ("cold", "replay")
 
-INSERT_SECONDS = 0.4e-6
+INSERT_SECONDS = 0.7e-6
 """The time in which an engine inserts a token of a prompt."""
 WAIT_SHARE = 0.4
 """The part of a step in which an engine waits for the device, and inserts."""
+
+PROMPT_TOKENS = 8192
+"""The tokens of prompts that an engine reads in a step, those of its prefix cache left out."""
 
 WARM_UP_TRACES = 3
 """The number of traces replayed first with a separate proposer, so that no timed call compiles."""
@@ -113,8 +116,11 @@ class Entry(Figures):
 class _Live:
     """A trace that is replayed."""
 
-    def __init__(self, trace: Trace, request_id: str) -> None:
+    def __init__(self, trace: Trace, request_id: str, unread: int = 0) -> None:
         self.trace, self.request_id = trace, request_id
+        self.unread = unread
+        """Tokens of the prompt that are to be read."""
+        self.is_started = False
         self.played = Played(trace.category, trace.turn)
         self.answer = trace.output.tolist()
         self.expected = np.append(trace.output, -1)  # -1 agrees with no token beyond the end
@@ -160,11 +166,12 @@ class Replay:
         live = [next(turns) for turns in running]
         while live:
             begin = self._clock.now
+            self._read_prompts(live)
             self._step([one for one in live if one.done])
             if self._pace.step_seconds is not None:
                 self._proposer.wait(WAIT_SHARE * self._pace.step_seconds)
                 self._clock.now = begin + self._pace.step_seconds
-            self._read(live)
+            self._read([one for one in live if not one.unread])
             for at, one in reversed([*enumerate(live)]):
                 if one.done < len(one.answer):
                     continue
@@ -180,13 +187,27 @@ class Replay:
                     live[at] = following
 
     def _turns(self, session: str, turns: Sequence[Trace]) -> Iterator[_Live]:
-        """Start the turns of a session, one after another."""
+        """The turns of a session, one after another."""
+        cached = 0
         for i, trace in enumerate(turns):
-            one = _Live(trace, f"{session}-{i}" if i else session)
-            self._proposer.start(one.request_id, trace.prompt)  # type: ignore[arg-type]
+            unread = max(len(trace.prompt) - cached, 1)
+            one = _Live(trace, f"{session}-{i}" if i else session, unread)
+            cached = len(trace.prompt) + len(trace.output)
             yield one
 
+    def _read_prompts(self, live: Sequence[_Live]) -> None:
+        """Read PROMPT_TOKENS of the prompts, and start the requests that this begins with."""
+        room = PROMPT_TOKENS
+        for one in live:
+            read = min(one.unread, room)
+            if read and not one.is_started:
+                self._proposer.start(one.request_id, one.trace.prompt)  # type: ignore[arg-type]
+                one.is_started = True
+            one.unread, room = one.unread - read, room - read
+
     def _read(self, live: Sequence[_Live]) -> None:
+        if not live:
+            return
         length = self._proposer.proposed_after(np.empty(0, np.int64)).shape[1]
         chains = NO_CHAINS
         known = [one.trace.chains for one in live if one.trace.chains is not None]

@@ -50,19 +50,26 @@ class SuffixTree:
     def speculate(self, request: int, context: Any, **limits: Any) -> Any:
         assert context.tolist() == self.texts[request][-24:]
         most = limits.pop("max_spec_tokens")
-        assert limits == {"max_spec_factor": 1.0, "min_token_prob": 0.1} and most >= 1
+        assert most >= 1
+        if limits.pop("use_tree_spec"):  # a wrong token, and beside it the right ones
+            tokens = [99, *self.texts[request][-6:]][:most]
+            return SimpleNamespace(token_ids=tokens, parents=[-1, -1, *range(1, most)][:most])
+        assert limits == {"max_spec_factor": 1.0, "max_spec_offset": 0.0, "min_token_prob": 0.1}
         return SimpleNamespace(token_ids=self.texts[request][-6:][:most])
 
     def stop_request(self, request: int) -> None:
         del self.texts[request]
 
 
-def test_suffix_is_driven_as_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["suffix", "suffix_trees"])
+def test_suffix_is_driven_as_vllm_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module: Any = ModuleType("arctic_inference.suffix_decoding")
     module.SuffixDecodingCache = SuffixTree
     monkeypatch.setitem(sys.modules, "arctic_inference", ModuleType("arctic_inference"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    tokens, nodes = replayed("suffix", tmp_path)
+    tokens, nodes = replayed(name, tmp_path)
     assert tokens > 2.5 and nodes > 3
 
 

@@ -192,12 +192,23 @@ def test_sessions_run_side_by_side_and_turns_one_after_another() -> None:
     played = list(Replay(drafter, 4, pace).play((str(i), turns) for i, turns in sessions))
     started = [entry for entry in drafter.log if entry == "finish" or entry[0] == "start"]
     assert started[:2] == [("start", "0"), ("start", "1")]
-    assert started[2:6] == ["finish", ("start", "2"), "finish", ("start", "0-1")]
+    assert started[2:6] == ["finish", "finish", ("start", "0-1"), ("start", "2")]
     assert started.index(("start", "0-2")) > started.index(("start", "0-1")) + 1
     assert sorted((one.category, one.turn) for one in played) == [
         ("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0),
     ]  # fmt: skip
     assert all(one.tokens == 3 and len(one.nodes) == 3 for one in played)
+
+
+def test_a_step_reads_so_many_tokens_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that an earlier turn has left in the prefix cache are not read again."""
+    monkeypatch.setattr(simulating, "PROMPT_TOKENS", 4)
+    long, other = trace([*range(9)], [20, 21]), trace([7], [10, 11, 12, 13, 14, 15])
+    next_turn = replace(trace([*range(9), 20, 21, 5], [30, 31]), turn=1)
+    drafter = Scripted()
+    list(Replay(drafter, 4, Pace(2)).play([("other", [other]), ("long", [long, next_turn])]))
+    read = [tokens for tokens in drafter.log if isinstance(tokens, list)]
+    assert read == [[10], [11], [12], [20], [13], [21], [14], [30], [15], [31]]
 
 
 def recorded_sessions(count: int) -> list[Trace]:

@@ -51,6 +51,9 @@ outputs are compared.
 
 Some rounds have streaming sessions of two to four turns, whose answers are compared turn by turn.
 
+In some rounds with a trie, prompts go on from earlier ones, or branch from them, as turns of a
+conversation do, with tool results in another spelling.
+
 A draft with an n-gram that its request cannot know, because only another namespace has it, is a
 leak. A leak ends the run, too. Rounds with sessions are not checked for leaks.
 

@@ -167,6 +167,8 @@ def draw_round(
     requests = _draw_requests(draws, text, settings)
     if draws.has("references", 0.4):
         _add_references(rng, requests, text)
+    if lookahead["proposer"] in ("ngram_trie", "hybrid") and draws.has("conversations", 0.4):
+        _add_conversations(rng, requests, text, settings["max_model_len"])
     if lookahead["proposer"] == "hybrid":
         for request in rng.sample(requests, len(requests) // 2):
             request.features.add("a proposer of its own")
@@ -312,6 +314,31 @@ def _add_references(rng: random.Random, requests: list[Request], text: list[int]
             else _draw_tokens(rng, rng.choice(REFERENCE_LENGTHS), text)
             for _ in range(1 if rng.random() < 0.7 else 2)
         ]
+
+
+def _add_conversations(
+    rng: random.Random, requests: list[Request], text: list[int] | None, max_model_len: int
+) -> None:
+    """Let most requests go on from the prompt of an earlier one of their tenant, or from a part of
+    it, some of them with tool results."""
+    for i, request in enumerate(requests):
+        others = [
+            other
+            for other in requests[:i]
+            if other.embedded is None
+            and (other.adapter, other.salt, other.namespace)
+            == (request.adapter, request.salt, request.namespace)
+        ]
+        if request.embedded is not None or not others or rng.random() < 0.2:
+            continue
+        other = rng.choice(others[-3:])
+        kept = len(other.prompt) - rng.choice([0, 0, 1, 2, 3, 4, rng.randint(0, len(other.prompt))])
+        longer = other.prompt[: max(kept, 0)] + _draw_tokens(rng, rng.randint(2, 12), text)
+        request.prompt = longer[: max_model_len - 8]
+        request.arrival = other.arrival + rng.randint(0, 60)
+        if rng.random() < 0.5:
+            request.features.add("tool results")
+            request.spellings = [_draw_tokens(rng, rng.randint(1, 100), text)]
 
 
 def _add_sessions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -12,6 +12,9 @@ from lookahead_vllm.draft.sources import DRAFTER, GRAMMAR, NAMES, WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
 from tests.fuzz.round import Request
 
+GENERATION_PROMPT = 2
+"""Of a conversation whose tool results a request may learn from, its prompt may lack so many last
+tokens."""
 BEGIN = -2
 """Pads the beginning of a text."""
 
@@ -34,9 +37,10 @@ class LeakDetector:
     """Records the drafts of an engine, and the texts that each request may learn from.
 
     It reads vLLM's runner and the round, no proposer. A request may learn from its own text,
-    its references, and all answers of its namespace, including later ones. Of a kept conversation
-    it may learn what is in its own prompt, which is its own text, and answers, which are its
-    namespace's; with `share` "none", its own text alone.
+    its references, its tool results, and all answers of its namespace, including later ones. Of a
+    kept conversation it may learn what is in its own prompt, which is its own text, answers, which
+    are its namespace's, and the tool results of prompts with which its own begins; with `share`
+    "none", its own alone.
 
     Parameters
     ----------
@@ -102,6 +106,8 @@ class LeakDetector:
             *others, last = self._stretches(request_id)
             for stretch in [*others, last + self._outputs.get(request_id, [])]:
                 _learn((pairs, skips), [], stretch)
+            for spelling in self._spellings(request_id):
+                _learn((pairs, skips), [], spelling)
             for reference in self._references[request_index(request_id)]:
                 _learn((pairs, skips), last, reference)
             return pairs | self._choices[self._namespace(request_id)], skips
@@ -128,6 +134,18 @@ class LeakDetector:
                     leaks.append(Leak(request_index(request_id), NAMES[source], before, token))
                     break
         return leaks
+
+    def _spellings(self, request_id: str) -> Iterator[list[int]]:
+        """The tool results of the request, and of those of its namespace that its prompt goes on
+        from."""
+        own = self._requests[request_index(request_id)]
+        namespace = self._namespace(request_id)
+        for other_id in {*self._outputs, request_id}:
+            other = self._requests[request_index(other_id)]
+            begins = other.known_prompt[: max(0, len(other.known_prompt) - GENERATION_PROMPT)]
+            goes_on = begins == own.known_prompt[: len(begins)]
+            if other is own or (goes_on and self._namespace(other_id) == namespace):
+                yield from other.spellings
 
     def _namespace(self, request_id: str) -> object:
         if self._share == "all":

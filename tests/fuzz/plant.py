@@ -50,6 +50,15 @@ def _all_in_common(_: Any) -> Any:
     return lambda a, b: min(len(a), len(b))
 
 
+def _keeping_spellings(continue_with: Any) -> Any:
+    def wrong(self: Any, *args: Any) -> None:
+        kept, self.spellings = self.spellings, []
+        continue_with(self, *args)
+        self.spellings = kept
+
+    return wrong
+
+
 def _noise_of_the_next_position(sample: Any) -> Any:
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
         logits, slots, rows, rows_np, positions, ids, depths, *others = args
@@ -86,6 +95,8 @@ BUGS: dict[str, list[Patch]] = {
         (sessions, "prefix_hashes", _none_apart),
         (sessions, "_num_common", _all_in_common),
     ],
+    # The tool results of a conversation are found after another turn in their place.
+    "spelling": [(sessions.Session, "continue_with", _keeping_spellings)],
     # Nodes are sampled with the noise of the next position.
     "noise": [(sampler.RootSampler, "sample", _noise_of_the_next_position)],
     # The walk that moves KV ends one level above the last token's.

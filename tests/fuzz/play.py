@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config.reasoning import ReasoningConfig
@@ -26,8 +27,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from lookahead_vllm.draft.fleet import exchange
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.draft.trie import sessions
+from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.worker.step_recorder import Counters
-from tests.fuzz.isolation import Leak, LeakDetector
+from tests.fuzz.isolation import GENERATION_PROMPT, Leak, LeakDetector
 from tests.fuzz.processes import counters_of, engine_elsewhere
 from tests.fuzz.replies import Difference, Reply, differences
 from tests.fuzz.round import TWO_STAGES, Request, Round
@@ -50,7 +52,12 @@ The attention scores of these models are large: lookahead's kernel and PyTorch b
 float64 by up to 1.2e-5 of an output's mean."""
 PERTURBATIONS = 24
 MAX_STEPS = 20_000
-SHORT_SESSIONS = {"MIN_TOKENS": 8, "BLOCK_TOKENS": 4, "MAX_CHANGED_TOKENS": 4}
+SHORT_SESSIONS = {
+    "MIN_TOKENS": 8,
+    "BLOCK_TOKENS": 4,
+    "MAX_CHANGED_TOKENS": 4,
+    "MAX_GENERATION_PROMPT": GENERATION_PROMPT,
+}
 """Lets the texts of short requests be kept."""
 
 
@@ -140,6 +147,10 @@ def _params(request: Request, references: Sequence[list[int]]) -> SamplingParams
     if references:
         extra_args = arguments.get("extra_args", {})
         arguments["extra_args"] = {**extra_args, "lookahead_reference": references}
+    if request.spellings:
+        spellings = tuple(np.array(text, "<i4").tobytes() for text in request.spellings)
+        extra_args = arguments.get("extra_args", {})
+        arguments["extra_args"] = {**extra_args, request_options.TOOL_RESULTS: spellings}
     return SamplingParams(
         **arguments,
         structured_outputs=structured,

@@ -29,6 +29,8 @@ class Request:
     salt: str | None = None
     references: list[list[int] | int] = field(default_factory=list)
     """Each is token ids, or the index of a request whose answer it is."""
+    spellings: list[list[int]] = field(default_factory=list)
+    """Tool results in another spelling, as token ids."""
     embedded: list[bool] | None = None
     """By prompt token: whether it is sent as an embedding."""
     noise: int | None = None

@@ -27,13 +27,14 @@ MODELS = sorted(TINY)
 FEW_REQUESTS = 25
 """Rounds with fewer requests are played, to save time."""
 
-LEAKS = ("namespace", "fleet", "session")
+LEAKS = ("namespace", "fleet", "session", "spelling")
 """The planted bugs that leak."""
 
 NEEDED = {
     "namespace": {"namespaces", "proposer ngram_trie"},
     "fleet": {"namespaces of disjoint vocabularies"},
     "session": {"namespaces", "proposer ngram_trie"},
+    "spelling": {"conversations", "proposer ngram_trie"},
 }
 """By planted bug: the features that a round needs to show it."""
 
@@ -72,6 +73,7 @@ def test_every_feature_is_drawn() -> None:
             "namespace",
             "cache salt",
             "reference",
+            "tool results",
         ),
         *("embeddings only", "embeddings and token ids", "random embeddings"),
     }

@@ -29,7 +29,12 @@ from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, Acc
 from lookahead_vllm.draft.trie.live_texts import LiveTexts
 from lookahead_vllm.draft.trie.namespaces import Namespaces, digest_of
 from lookahead_vllm.draft.trie.recycling import make_lines
-from lookahead_vllm.draft.trie.sessions import EXPECTED_ANSWER_TOKENS, Sessions
+from lookahead_vllm.draft.trie.sessions import (
+    BLOCK_TOKENS,
+    EXPECTED_ANSWER_TOKENS,
+    Sessions,
+    prefix_hashes,
+)
 from lookahead_vllm.draft.trie.step import begin_and_grow, extend
 from lookahead_vllm.draft.trie.suffix import (
     NUM_SPARSE,
@@ -363,6 +368,8 @@ class NGramTrieProposer(Proposer):
         self.start("", [0])
         self._sessions.sample(1)
         nothing = np.empty(0, np.int32)
+        prefix_hashes(nothing, BLOCK_TOKENS)
+        self.trie.remove(NO_SPACE, nothing, 0, 0)
         self.trie.insert(NO_SPACE, hashes_of(nothing), nothing)
         read(self, {"": []})
         draft_trees(self, [DraftLimits("", 1, 1)])

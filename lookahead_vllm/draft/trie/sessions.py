@@ -81,6 +81,8 @@ class Session:
         The parts of the prompt that are not inserted yet, as (start, end), the oldest first.
     spellings : list of Spelling
         The oldest first.
+    has_memory : bool
+        Whether all memory of the space is allocated.
     """
 
     trie: Trie
@@ -92,9 +94,16 @@ class Session:
     users: int = 1
     pending: list[tuple[int, int]] = field(default_factory=list)
     spellings: list[Spelling] = field(default_factory=list)
+    has_memory: bool = False
 
     def insert_chunk(self) -> bool:
-        """Insert the newest CHUNK_TOKENS tokens that are pending; whether more are left."""
+        """Insert the newest CHUNK_TOKENS tokens that are pending; whether more are left.
+
+        First, each turn allocates a page for them.
+        """
+        self.has_memory = self.has_memory or not self.trie.allocate(self.space)
+        if not self.has_memory:
+            return True
         waiting = [one for one in self.spellings if one.left]
         if self.pending:
             start, end = self.pending.pop()

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.tree import DraftForest, find_branching, take_nodes
+from lookahead_vllm.draft.tree import DraftForest, find_branching
 from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedBatch
 from lookahead_vllm.verify.transfer import staged
-from lookahead_vllm.verify.tree_batch import TreeBatch, lay_out
+from lookahead_vllm.verify.tree_batch import TreeBatch
 
 ROWS_OF_A_TREE = 8
 """The expected tokens of a step for each of its trees; determines how a context is split."""
@@ -181,18 +181,11 @@ def _write(
     depths : int32 [n]
     masks : int32 [n, at most words]
     """
-    num_trees, num_requests = columns.shape[1], len(starts) - 1
-    if num_trees > entries or len(depths) > num_tokens or (holds_all and num_requests > entries):
+    num_trees = columns.shape[1]
+    if num_trees > entries or len(depths) > num_tokens:
         return -1
-    packed[:] = 0
-    if holds_all:
-        packed[4 * entries : 5 * entries] = CAUSAL
-        for request in range(num_requests):
-            size = starts[request + 1] - starts[request]
-            if size > max_size:
-                return -1
-            packed[request], packed[entries + request] = request, starts[request]
-            packed[2 * entries + request] = size
+    if not _begin(packed, entries, num_tokens, words, max_size, holds_all, starts):
+        return -1
     row_depths = packed[5 * entries :]
     row_masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
     row = 0
@@ -209,7 +202,6 @@ def _write(
             for word in range(masks.shape[1]):
                 row_masks[row * words + word] = masks[row, word]
             row += 1
-    tokens[row:] = -1
     return num_trees
 
 
@@ -230,14 +222,57 @@ def _write_forest(
     contexts: Int64s,
 ) -> int:
     """As `_write`, for the branching trees of a forest."""
-    trees = np.flatnonzero(find_branching(parents, firsts))
-    sizes = firsts[trees + 1] - firsts[trees]
-    columns = np.empty((4, len(trees)), np.int32)
-    columns[0], columns[1] = requests[trees], starts[requests[trees]]
-    columns[2], columns[3] = sizes + 1, contexts[trees]
-    nodes, parents, firsts = take_nodes(
-        parents, firsts, trees, sizes, np.zeros(len(trees), np.bool_)
-    )
-    row_depths, masks = lay_out(parents, depths[nodes], firsts, words)
-    limits = entries, num_tokens, words, max_size, max_context, holds_all
-    return _write(packed, *limits, starts, columns, row_depths, masks)
+    if not _begin(packed, entries, num_tokens, words, max_size, holds_all, starts):
+        return -1
+    row_depths = packed[5 * entries :]
+    masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
+    branching = find_branching(parents, firsts)
+    num_trees = row = 0
+    for tree in range(len(branching)):
+        if not branching[tree]:
+            continue
+        first, size, request = firsts[tree], firsts[tree + 1] - firsts[tree] + 1, requests[tree]
+        entry, start = request if holds_all else num_trees, starts[request]
+        if entry >= entries or row + size > num_tokens:
+            return -1
+        if size > max_size or contexts[tree] > max_context:
+            return -1
+        packed[entry], packed[entries + entry] = request, start
+        packed[2 * entries + entry], packed[3 * entries + entry] = size, contexts[tree]
+        packed[4 * entries + entry] = row
+        masks[row * words], tokens[row] = 1, start
+        for place in range(1, size):
+            own, parent = row + place, row + 1 + parents[first + place - 1]
+            row_depths[own], tokens[own] = depths[first + place - 1], start + place
+            for word in range(words):
+                masks[own * words + word] = masks[parent * words + word]
+            masks[own * words + place // 32] |= np.int32(np.int64(1) << (place % 32))
+        num_trees, row = num_trees + 1, row + size
+    return num_trees
+
+
+@kernel
+def _begin(
+    packed: Int32s,
+    entries: int,
+    num_tokens: int,
+    words: int,
+    max_size: int,
+    holds_all: bool,
+    starts: Int32s,
+) -> bool:
+    """Write a step without trees; False if its requests do not fit."""
+    packed[:] = 0
+    packed[5 * entries + (1 + words) * num_tokens :] = -1
+    if not holds_all:
+        return True
+    if len(starts) - 1 > entries:
+        return False
+    packed[4 * entries : 5 * entries] = CAUSAL
+    for request in range(len(starts) - 1):
+        size = starts[request + 1] - starts[request]
+        if size > max_size:
+            return False
+        packed[request], packed[entries + request] = request, starts[request]
+        packed[2 * entries + request] = size
+    return True

@@ -23,6 +23,7 @@ from lookahead_vllm.draft.trie.table import (
     Trie,
 )
 from tests.draft.trie.test_proposer_model import draft, seen_in
+from tests.support.kernels import compiled, compiled_since, reset_kernels
 from tests.support.reference_trie import SUFFIXES, TrieModel, count_edges, found_after
 
 
@@ -43,7 +44,9 @@ def text_of(seed, length):
 def sessions_in(text_nodes=1 << 23, at_once=True):
     queue = InsertionQueue()
     queue.seconds = queue._left = math.inf if at_once else 0.0
-    return Sessions(Trie(1024, text_nodes), queue), queue
+    trie = Trie(1024, text_nodes)
+    trie._has_page[:] = True  # so each turn inserts
+    return Sessions(trie, queue), queue
 
 
 @pytest.fixture
@@ -455,3 +458,28 @@ def test_a_planted_leak_is_noticed(owner, name, wrong, monkeypatch):
     examples = settings(deadline=None, database=None, phases=[Phase.generate], max_examples=2000)
     with pytest.raises(AssertionError):
         hypothesis_seed(0)(examples(given(actions)(check_sessions)))()
+
+
+def test_memory_is_allocated_a_page_a_turn() -> None:
+    """No step waits for all pages of a long text; a later text in the same place waits for none."""
+    trie = Trie(1024, 1 << 20)
+    sessions = Sessions(trie, InsertionQueue())
+    for num_pages in (3, 0):
+        session = sessions.open("", text_of(0, 18_000))  # 5.8 MB from the beginning of a page
+        filled, turns = trie.num_filled, 0
+        while trie.num_filled == filled:
+            assert session.insert_chunk()
+            turns += 1
+        assert turns == num_pages + 1
+        sessions.close(session, None)
+
+
+def test_no_turn_of_a_session_compiles_a_kernel() -> None:
+    reset_kernels()
+    proposer = NGramTrieProposer(LookaheadOptions())
+    before = compiled()
+    for turn in (text_of(0, 900), text_of(0, 890)):
+        proposer.start("a", turn)
+        read(proposer, {"a": [1, 2]})
+        proposer.finish("a")
+    assert not compiled_since(before)
