@@ -20,7 +20,7 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
 from lookahead_vllm.engine.worker import recurrent
 from tests.support.driving import (
-    GREEDY,
+    converse,
     drafter_of,
     engine,
     generate,
@@ -37,35 +37,49 @@ use_float32_gated_delta()
 HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 6, "budget": 6}
 PROMPTS = random_prompts(12, 60)
 SEEDED = SamplingParams(
-    temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, detokenize=False, top_k=20
+    temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, detokenize=False, top_k=20, n=2
+)
+CACHING: dict[str, Any] = dict(
+    enable_prefix_caching=True,
+    prefix_cache_retention_interval=None,  # states behind prompts are kept, too
+    block_size=32,
+    max_model_len=512,
+    max_num_batched_tokens=64,  # prompts in chunks
 )
 Answers = list[list[list[int]]]
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    return dict(load_format=WANDERING, **ENGINE_SETTINGS.get(name, {}))
+    # Its state is so large that nodes need larger blocks.
+    size = {"block_size": 192} if name == "qwen3_next" else {}
+    return dict(load_format=WANDERING, **size, **ENGINE_SETTINGS.get(name, {}))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
-    """With staggered arrivals, greedy and seeded, in trees and in chains."""
-    model, settings = save_config(name, tmp_path, HYBRIDS), settings_of(name)
+    """Greedy and seeded, in trees and in chains, with as many cached tokens in every turn."""
+    model, settings = save_config(name, tmp_path, HYBRIDS), CACHING | settings_of(name)
     with engine(model, **settings) as plain:
-        greedy, seeded = (generate(plain, PROMPTS, params) for params in (GREEDY, SEEDED))
-    distinct = sum(len(set(a[0])) for a in greedy) / len(greedy)
+        greedy, seeded = converse(plain), converse(plain, SEEDED)
+        staggered = generate(plain, PROMPTS)
+    distinct = sum(len(set(a[0])) for a in staggered) / len(staggered)
     assert distinct > 10, "outputs that loop prove nothing"
-    record(PROMPTS, greedy)
-    record(PROMPTS, seeded)
+    assert sum(greedy[-1].cached) > sum(map(len, greedy[-2].prompts)) / 2
+    record(PROMPTS, staggered)
+    for turn in (*greedy, *seeded):
+        record(turn.prompts, turn.answers)
     with engine(model, HIDDEN, **settings) as llm:
         assert obstacle_of(llm) is None
         counters = drafter_of(llm).counters
-        assert generate_staggered(llm, PROMPTS) == greedy
-        assert generate(llm, PROMPTS, SEEDED) == seeded
+        assert converse(llm) == greedy
+        assert converse(llm, SEEDED) == seeded
+        assert generate_staggered(llm, PROMPTS) == staggered
         assert counters.branching_trees > 100
         assert counters.moved_tokens > 50
         trees, accepted = counters.branching_trees, counters.accepted_nodes
         drafter_of(llm).may_branch = False
-        assert generate_staggered(llm, PROMPTS) == greedy
+        assert llm.reset_prefix_cache()
+        assert converse(llm) == greedy
         assert counters.branching_trees == trees
         assert counters.accepted_nodes > accepted + 50
 
