@@ -19,6 +19,7 @@ from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
 from lookahead_vllm.engine.worker import recurrent
+from lookahead_vllm.verify.recurrence import StateMover
 from tests.support.driving import (
     converse,
     drafter_of,
@@ -68,7 +69,7 @@ def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> Non
     record(PROMPTS, staggered)
     for turn in (*greedy, *seeded):
         record(turn.prompts, turn.answers)
-    with engine(model, HIDDEN, **settings) as llm:
+    with committed_paths() as paths, engine(model, HIDDEN, **settings) as llm:
         assert obstacle_of(llm) is None
         counters = drafter_of(llm).counters
         assert converse(llm) == greedy
@@ -76,6 +77,8 @@ def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> Non
         assert generate_staggered(llm, PROMPTS) == staggered
         assert counters.branching_trees > 100
         assert counters.moved_tokens > 50
+        crossed = {stop for stop, length in paths if stop < length}
+        assert len(crossed) > (0 if name == "qwen3_next" else 2)
         trees, accepted = counters.branching_trees, counters.accepted_nodes
         drafter_of(llm).may_branch = False
         assert llm.reset_prefix_cache()
@@ -84,15 +87,53 @@ def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> Non
         assert counters.accepted_nodes > accepted + 50
 
 
+def test_cached_states_survive_preemptions_aborts_and_resets(tmp_path: Path) -> None:
+    """With shared prefixes."""
+    model = save_config("falcon_h1", tmp_path, HYBRIDS)
+    settings = CACHING | dict(load_format=WANDERING, kv_cache_memory_bytes=8 << 20)
+    prompts = [PROMPTS[i % 3] * 2 + PROMPTS[i] for i in range(12)]
+    with engine(model, **settings) as plain:
+        answers = generate(plain, prompts)
+    record(prompts, answers)
+    with engine(model, HIDDEN, **settings) as llm:
+        for others in ({}, {"reset_every": 7}, {"every": 1}, {"reset_every": 11, "every": 4}):
+            aborted = {1, 5} if "every" in others else set()
+            found = generate_staggered(llm, prompts, abort=aborted, **others)
+            for i, (one, other) in enumerate(zip(found, answers, strict=True)):
+                assert one[0] == other[0][: len(one[0])]
+                assert len(one[0]) >= (10 if i in aborted else 40)
+
+
+@contextmanager
+def committed_paths() -> Iterator[set[tuple[int, int]]]:
+    """Yields the arguments `stops` and `lengths` of all commits."""
+    paths: set[tuple[int, int]] = set()
+    original = StateMover.commit
+
+    def commit(mover: Any, columns: Any, table: Any, lengths: Any, stops: Any) -> None:
+        paths.update(zip(stops.tolist(), lengths.tolist(), strict=True))
+        original(mover, columns, table, lengths, stops)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateMover, "commit", commit)
+        yield paths
+
+
 def test_blocks_have_room_for_the_windows_of_many_nodes(tmp_path: Path) -> None:
-    """vLLM counts no nodes of short convolutions when it chooses the size of a block."""
-    model, settings = save_config("lfm2", tmp_path, HYBRIDS), settings_of("lfm2")
+    """vLLM counts no nodes of short convolutions when it chooses the size of a block.
+
+    A draft has no more than half of a block's tokens.
+    """
+    model, settings = save_config("lfm2", tmp_path, HYBRIDS), CACHING | settings_of("lfm2")
     with engine(model, **settings) as plain:
         greedy = generate(plain, PROMPTS)
     record(PROMPTS, greedy)
-    with engine(model, {**HIDDEN, "num_speculative_tokens": 64, "budget": 16}, **settings) as llm:
+    nodes = {"num_speculative_tokens": 64, "budget": 64}
+    with engine(model, HIDDEN | nodes, **settings) as llm:
         assert generate(llm, PROMPTS) == greedy
         assert drafter_of(llm).counters.accepted_nodes > 100
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert scheduler._most_slots == scheduler.block_size // 2 < 64
 
 
 class Hybrid(NamedTuple):
