@@ -104,6 +104,14 @@ def test_cached_states_survive_preemptions_aborts_and_resets(tmp_path: Path) -> 
                 assert len(one[0]) >= (10 if i in aborted else 40)
 
 
+def test_the_cost_of_a_step_is_measured_beside_cached_states(tmp_path: Path) -> None:
+    model = save_config("falcon_h1", tmp_path, HYBRIDS)
+    settings = CACHING | dict(load_format=WANDERING)
+    with engine(model, {"num_speculative_tokens": 6}, drafts=None, **settings) as llm:
+        assert drafter_of(llm).proposer.cost is not None
+        assert len(generate(llm, PROMPTS)) == len(PROMPTS)
+
+
 @contextmanager
 def committed_paths() -> Iterator[set[tuple[int, int]]]:
     """Yields the arguments `stops` and `lengths` of all commits."""

@@ -139,7 +139,7 @@ def kv_movers(
             movers.append(None)
             continue
         if is_recurrent(own[0]):
-            movers.append(RequestStates(own, group.kv_cache_spec))
+            movers.append(RequestStates(own, group))
             continue
         # Layers that share their KV with an earlier one hold the same tensor.
         caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in own}

@@ -28,6 +28,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilde
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.options import OptionError
@@ -62,6 +63,16 @@ logger = init_logger(f"vllm.{__name__}")
 def is_recurrent(layer: Any) -> bool:
     """Whether a layer of vLLM's forward context keeps recurrent state instead of KV."""
     return isinstance(layer, MambaBase)
+
+
+def is_of_states(group: Any) -> bool:
+    """Whether the layers of a KV cache group are recurrent."""
+    return isinstance(_spec_of(group), MambaSpec)
+
+
+def _spec_of(group: Any) -> Any:
+    """The group's spec, or one of its kinds of layers."""
+    return getattr(group.kv_cache_spec, "first_spec", group.kv_cache_spec)
 
 
 def kinds_of(layers: Sequence[Any]) -> set[str]:
@@ -188,13 +199,11 @@ class RequestStates:
     Parameters
     ----------
     layers
-        Those of the group.
-    spec
-        The group's, or of all kinds of layers in it.
+        Those of `group`.
     """
 
-    def __init__(self, layers: Sequence[Any], spec: Any) -> None:
-        self._spec = getattr(spec, "first_spec", spec)
+    def __init__(self, layers: Sequence[Any], group: Any) -> None:
+        self._spec = _spec_of(group)
         windows = [_window(layer.kv_cache[0]) for layer in layers]
         states = [layer.kv_cache[1] for layer in layers if len(layer.kv_cache) > 1]
         # A window has the entries that the kernel reads, and one more for each node.
