@@ -50,6 +50,7 @@ engine and worker run in other processes, in a pipeline of two stages, or as two
 outputs are compared.
 
 Some rounds have streaming sessions of two to four turns, whose answers are compared turn by turn.
+Where prefixes are cached, more requests go on after the answers to others.
 
 A draft with an n-gram that its request cannot know, because only another namespace has it, is a
 leak. A leak ends the run, too. Rounds with sessions are not checked for leaks.

@@ -6,6 +6,8 @@ token. Its windows of inputs are all in the running state's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from lookahead_vllm.engine.cpu_kernels.block_tables import _bytes_at, _integers_at
@@ -57,18 +59,13 @@ def move_to_columns(
     num_requests: int,
     CONV_STATE_DIM_FIRST: bool,
 ) -> None:
+    states = (tables, table_stride, addresses, strides, element_sizes, sizes, lengths, groups)
+    channels = (num_channels, channel_strides, CONV_STATE_DIM_FIRST)
     for request in range(num_requests):
         slot = slots[request]
         if slot < 0 or sources[slot] < 0 or sources[slot] == columns[slot]:
             continue
-        for state in range(grid[1]):
-            table = np.uint64(tables[groups[state]] + 4 * slot * table_stride)
-            _copy(
-                *(table, sources[slot], columns[slot], offsets[slot]),
-                *(addresses[state], strides[state], element_sizes[state], sizes[state]),
-                *(lengths[state], num_channels[state], channel_strides[state]),
-                CONV_STATE_DIM_FIRST,
-            )
+        _copy(slot, sources[slot], columns[slot], offsets[slot], states, channels)
 
 
 @replaces("mamba_utils.postprocess_mamba_fused_kernel")
@@ -97,6 +94,8 @@ def keep_at_block_ends(
     CONV_STATE_DIM_FIRST: bool,
 ) -> None:
     """As Model Runner V2 launches it: `num_computed` counts the step's accepted tokens."""
+    states = (tables, table_stride, addresses, strides, element_sizes, sizes, lengths, groups)
+    channels = (num_channels, channel_strides, CONV_STATE_DIM_FIRST)
     for request in range(num_requests):
         slot = slots[request]
         if slot < 0:
@@ -110,47 +109,31 @@ def keep_at_block_ends(
             out_accepted[slot] = 1
             if end == first:
                 continue
-        for state in range(grid[1]):
-            table = np.uint64(tables[groups[state]] + 4 * slot * table_stride)
-            _copy(
-                *(table, source, target, end - first),
-                *(addresses[state], strides[state], element_sizes[state], sizes[state]),
-                *(lengths[state], num_channels[state], channel_strides[state]),
-                CONV_STATE_DIM_FIRST,
-            )
+        _copy(slot, source, target, end - first, states, channels)
 
 
 @kernel
 def _copy(
-    table: np.uint64,
-    source: int,
-    target: int,
-    offset: int,
-    address: int,
-    stride: int,
-    element_size: int,
-    size: int,
-    length: int,
-    num_channels: int,
-    channel_stride: int,
-    channels_first: bool,
+    slot: int, source: int, target: int, offset: int, states: tuple[Any, ...], channels: Any
 ) -> None:
-    """Copy a layer's state after `offset` draft tokens, or its window of `length` > 0 inputs."""
-    blocks = _integers_at(table, max(source + offset, target) + 1)
-    to = address + blocks[target] * stride
-    if length == 0:
-        since, runs, run_stride, count = address + blocks[source + offset] * stride, 1, 0, size
-    else:
-        since = address + blocks[source] * stride
-        if channels_first:
-            runs, run_stride, inputs = num_channels, channel_stride, 1
+    """Copy the states after `offset` draft tokens, and the windows, which have `lengths` inputs."""
+    tables, table_stride, addresses, strides, element_sizes, sizes, lengths, groups = states
+    num_channels, channel_strides, channels_first = channels
+    for i in range(len(addresses)):
+        table = np.uint64(tables[groups[i]] + 4 * slot * table_stride)
+        blocks = _integers_at(table, max(source + offset, target) + 1)
+        runs, stride, count, since = 1, 0, sizes[i], addresses[i]
+        if lengths[i] == 0:
+            since += blocks[source + offset] * strides[i]
         else:
-            runs, run_stride, inputs = 1, 0, size
-        since += offset * inputs * element_size
-        count = (length - offset) * inputs
-    for run in range(runs):
-        begin = np.uint64(since + run * run_stride)
-        written = _bytes_at(np.uint64(to + run * run_stride), count * element_size)
-        read = _bytes_at(begin, count * element_size)
-        for i in range(len(read)):  # in this order: a window may move within its slot
-            written[i] = read[i]
+            inputs = sizes[i]
+            if channels_first:
+                runs, stride, inputs = num_channels[i], channel_strides[i], 1
+            since += blocks[source] * strides[i] + offset * inputs * element_sizes[i]
+            count = (lengths[i] - offset) * inputs
+        to = addresses[i] + blocks[target] * strides[i]
+        for run in range(runs):
+            read = _bytes_at(np.uint64(since + run * stride), count * element_sizes[i])
+            written = _bytes_at(np.uint64(to + run * stride), len(read))
+            for j in range(len(read)):  # in this order: a window may move within its slot
+                written[j] = read[j]
