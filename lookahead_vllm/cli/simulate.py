@@ -79,9 +79,9 @@ columns:
 method:
   --concurrent sessions run at a time, and a new one begins when one ends. A step reads 8192 tokens
   of prompts, one after another, without what a session's last turn has left in the prefix cache;
-  the end of a prompt produces the first output token. A step proposes a tree, accepts its longest path that agrees
-  with the recorded output, and commits that path and one more token. The remaining recorded output
-  bounds the depth: deeper nodes are not sent.
+  the end of a prompt produces the first output token. A step proposes a tree, accepts its longest
+  path that agrees with the recorded output, and commits that path and one more token. The remaining
+  recorded output bounds the depth: deeper nodes are not sent.
   Prompts are inserted as in an engine, with 0.7 µs a token: while the worker waits for the device,
   which is 40 % of a step of --step-ms, and for 1/32 of each step. A step that reads a prompt counts
   as long as any other, and sends as many nodes; in an engine, it takes longer and sends hardly any,

@@ -68,32 +68,16 @@ def make_config(
     OptionError
         The config contains something that lookahead cannot serve exactly.
     """
-    caches_states = args.enable_prefix_caching or args.mamba_cache_mode not in (None, "none")
     make = _Maker(args, functools.partial(cpu_runner.make, create))
     if args.enable_lora:
         options = _within_lora_rows(make, options)
-    config, own = _for_states(make, options, caches_states)
-    apply(config, own)
-    return config
-
-
-def _for_states(
-    make: _Maker, options: LookaheadOptions, caches_states: bool
-) -> tuple[VllmConfig, LookaheadOptions]:
-    """vLLM's config and the options; drafts of recurrent layers are short, and states not cached.
-
-    `caches_states` says whether the user asked for a cache of states.
-    """
     config = make(options)
-    if not config.model_config.is_hybrid:
-        return config, options
-    shorter = options.at_most(AUTO_RECURRENT_LENGTH)
-    if config.cache_config.mamba_cache_mode != "none":
-        _refuse_cached_states(caches_states)
-        config = make(shorter, enable_prefix_caching=False)
-    elif shorter != options:
-        config = make(shorter)
-    return config, shorter
+    if config.model_config.is_hybrid:
+        shorter = options.at_most(AUTO_RECURRENT_LENGTH)
+        if shorter != options:
+            config, options = make(shorter), shorter
+    apply(config, options)
+    return config
 
 
 class _Maker:
@@ -107,25 +91,22 @@ class _Maker:
         self._args, self._create = args, create
         self._given = dict(vars(args))
 
-    def __call__(self, options: LookaheadOptions, **changes: Any) -> VllmConfig:
-        """With a speculative method that vLLM accepts, and other `changes`.
-
-        It is the trained drafter's, or else `SPECULATION`.
-        """
+    def __call__(self, options: LookaheadOptions) -> VllmConfig:
+        """With a speculative method that vLLM accepts: the trained drafter's, or `SPECULATION`."""
         if options.drafter is not None:
-            return self._make(dict(options.drafter), changes)
+            return self._make(dict(options.drafter))
         tokens = {"num_speculative_tokens": options.decoding_length}
-        return self._make({**SPECULATION, **tokens}, changes)
+        return self._make({**SPECULATION, **tokens})
 
     def plain(self) -> VllmConfig:
         """Plain vLLM's, without speculation."""
-        return self._make(None, {})
+        return self._make(None)
 
-    def _make(self, speculative: dict[str, Any] | None, changes: dict[str, Any]) -> VllmConfig:
+    def _make(self, speculative: dict[str, Any] | None) -> VllmConfig:
         speculation = ("speculative_config", *(attr for attr, _ in FLAGS.values()))
         fields = vars(self._args)
         fields.clear()
-        fields.update(self._given, **dict.fromkeys(speculation), **changes)
+        fields.update(self._given, **dict.fromkeys(speculation))
         fields["speculative_config"] = speculative
         try:
             return self._create()
@@ -138,20 +119,6 @@ def _within_lora_rows(make: _Maker, options: LookaheadOptions) -> LookaheadOptio
     vLLM requires this with LoRA."""
     scheduler = make.plain().scheduler_config
     return options.at_most(scheduler.max_num_batched_tokens // scheduler.max_num_seqs - 1)
-
-
-def _refuse_cached_states(was_requested: bool) -> None:
-    """Refuse prefix caching of recurrent states, or log that it is turned off."""
-    if was_requested:
-        raise OptionError(
-            "prefix caching was requested, but for a model with recurrent layers lookahead needs "
-            "mamba_cache_mode='none', which has no caching; write --no-enable-prefix-caching, or "
-            f"{_LEAVE_OUT}"
-        )
-    _inform(
-        "Lookahead turns prefix caching off: recurrent layers keep a state for each node of a "
-        "draft instead."
-    )
 
 
 def _inform(sentence: str) -> None:

@@ -214,11 +214,12 @@ class StateMover:
             list(states), list(windows), width
         )
 
-    def commit(self, columns: Tensor, paths: Tensor, lengths: Tensor) -> None:
+    def commit(self, columns: Tensor, paths: Tensor, lengths: Tensor, stops: Tensor) -> None:
         """Move each accepted path to where the next step reads it, with `accepted = lengths`.
 
-        The state of the path's last row goes to column `lengths - 1`. The input of the row at depth
-        d goes to entry `width - 2 + d` of the window. Nothing waits for a GPU.
+        The state of the path's last row goes to column `lengths - 1`, and that of its row number
+        `stops` to column `stops - 1`. The input of the row at depth d goes to entry `width - 2 + d`
+        of the window. Nothing waits for a GPU.
 
         Parameters
         ----------
@@ -229,10 +230,13 @@ class StateMover:
             root's is 0. Entries after the path are not read.
         lengths : int32 or int64 [r]
             1 + accepted nodes, at most w; 0 and 1 move nothing.
+        stops : int32 or int64 [r]
+            The rows of a path up to the one whose state has to stay, too, from 1 on; those behind
+            its end move nothing.
         """
-        assert lengths.shape == paths.shape[:1] and len(columns) >= len(paths)
+        assert lengths.shape == stops.shape == paths.shape[:1] and len(columns) >= len(paths)
         if len(paths):
-            self._move(columns, paths, lengths)
+            self._move(columns, paths, lengths, stops)
 
 
 def _check_trees(trees: StateRows, num_rows: int) -> None:

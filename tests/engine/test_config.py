@@ -206,7 +206,7 @@ def test_vllm_makes_every_config_from_the_arguments_as_given(tmp_path: Path) -> 
         return made_config
 
     config.make_config(args, LookaheadOptions(), create)
-    assert seen == [given, given, {**given, "enable_prefix_caching": False}]
+    assert seen == [given, given]
     assert (args.speculative_config, args.spec_method) == (None, "lookahead")
 
 
@@ -419,27 +419,11 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config("falcon_h1", tmp_path_factory.mktemp("config"), HYBRIDS)
 
 
-def test_recurrent_states_are_not_cached(hybrid: Path) -> None:
-    """vLLM caches them by default; a user who asks for that is refused, once and for all."""
-    args = EngineArgs(
-        model=str(hybrid), skip_tokenizer_init=True, speculative_config={"method": "lookahead"}
-    )
-    for made_config in (args.create_engine_config(), args.create_engine_config()):
-        assert made_config.cache_config.mamba_cache_mode == "none"
-        assert not made_config.cache_config.enable_prefix_caching
-        assert made_config.speculative_config.num_speculative_tokens == 16
-    for asked in (dict(enable_prefix_caching=True), dict(mamba_cache_mode="align")):
-        with pytest.raises(OptionError, match="write --no-enable-prefix-caching"):
-            made(hybrid, speculative_config={"method": "lookahead"}, **asked)
-
-
-@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
-def test_with_lora_caching_is_refused_only_to_those_who_ask_for_it(
-    name: str, tmp_path: Path
-) -> None:
-    """vLLM makes a config with its defaults before the model is known to have such layers."""
-    model = save_config(name, tmp_path, HYBRIDS)
-    asked = dict(speculative_config={"method": "lookahead"}, enable_lora=True)
-    assert made(model, **asked).cache_config.mamba_cache_mode == "none"
-    with pytest.raises(OptionError, match="write --no-enable-prefix-caching"):
-        made(model, enable_prefix_caching=True, **asked)
+def test_hybrids_keep_prefix_caching(hybrid: Path) -> None:
+    """And their drafts are short."""
+    for others in ({}, {"enable_lora": True}, {"enable_prefix_caching": False}):
+        config = made(hybrid, speculative_config={"method": "lookahead"}, **others)
+        caches = others.get("enable_prefix_caching", True)
+        assert config.cache_config.enable_prefix_caching == caches
+        assert config.cache_config.mamba_cache_mode == ("align" if caches else "none")
+        assert config.speculative_config.num_speculative_tokens == 16 - ("enable_lora" in others)

@@ -19,8 +19,9 @@ from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
 from lookahead_vllm.engine.worker import recurrent
+from lookahead_vllm.verify.recurrence import StateMover
 from tests.support.driving import (
-    GREEDY,
+    converse,
     drafter_of,
     engine,
     generate,
@@ -37,48 +38,110 @@ use_float32_gated_delta()
 HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 6, "budget": 6}
 PROMPTS = random_prompts(12, 60)
 SEEDED = SamplingParams(
-    temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, detokenize=False, top_k=20
+    temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, detokenize=False, top_k=20, n=2
+)
+CACHING: dict[str, Any] = dict(
+    enable_prefix_caching=True,
+    prefix_cache_retention_interval=None,  # states behind prompts are kept, too
+    block_size=32,
+    max_model_len=512,
+    max_num_batched_tokens=64,  # prompts in chunks
 )
 Answers = list[list[list[int]]]
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    return dict(load_format=WANDERING, **ENGINE_SETTINGS.get(name, {}))
+    # Its state is so large that nodes need larger blocks.
+    size = {"block_size": 192} if name == "qwen3_next" else {}
+    return dict(load_format=WANDERING, **size, **ENGINE_SETTINGS.get(name, {}))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
-    """With staggered arrivals, greedy and seeded, in trees and in chains."""
-    model, settings = save_config(name, tmp_path, HYBRIDS), settings_of(name)
+    """Greedy and seeded, in trees and in chains, with as many cached tokens in every turn."""
+    model, settings = save_config(name, tmp_path, HYBRIDS), CACHING | settings_of(name)
     with engine(model, **settings) as plain:
-        greedy, seeded = (generate(plain, PROMPTS, params) for params in (GREEDY, SEEDED))
-    distinct = sum(len(set(a[0])) for a in greedy) / len(greedy)
+        greedy, seeded = converse(plain), converse(plain, SEEDED)
+        staggered = generate(plain, PROMPTS)
+    distinct = sum(len(set(a[0])) for a in staggered) / len(staggered)
     assert distinct > 10, "outputs that loop prove nothing"
-    record(PROMPTS, greedy)
-    record(PROMPTS, seeded)
-    with engine(model, HIDDEN, **settings) as llm:
+    assert sum(greedy[-1].cached) > sum(map(len, greedy[-2].prompts)) / 2
+    record(PROMPTS, staggered)
+    for turn in (*greedy, *seeded):
+        record(turn.prompts, turn.answers)
+    with committed_paths() as paths, engine(model, HIDDEN, **settings) as llm:
         assert obstacle_of(llm) is None
         counters = drafter_of(llm).counters
-        assert generate_staggered(llm, PROMPTS) == greedy
-        assert generate(llm, PROMPTS, SEEDED) == seeded
+        assert converse(llm) == greedy
+        assert converse(llm, SEEDED) == seeded
+        assert generate_staggered(llm, PROMPTS) == staggered
         assert counters.branching_trees > 100
         assert counters.moved_tokens > 50
+        crossed = {stop for stop, length in paths if stop < length}
+        assert len(crossed) > (0 if name == "qwen3_next" else 2)
         trees, accepted = counters.branching_trees, counters.accepted_nodes
         drafter_of(llm).may_branch = False
-        assert generate_staggered(llm, PROMPTS) == greedy
+        assert llm.reset_prefix_cache()
+        assert converse(llm) == greedy
         assert counters.branching_trees == trees
         assert counters.accepted_nodes > accepted + 50
 
 
+def test_cached_states_survive_preemptions_aborts_and_resets(tmp_path: Path) -> None:
+    """With shared prefixes."""
+    model = save_config("falcon_h1", tmp_path, HYBRIDS)
+    settings = CACHING | dict(load_format=WANDERING, kv_cache_memory_bytes=8 << 20)
+    prompts = [PROMPTS[i % 3] * 2 + PROMPTS[i] for i in range(12)]
+    with engine(model, **settings) as plain:
+        answers = generate(plain, prompts)
+    record(prompts, answers)
+    with engine(model, HIDDEN, **settings) as llm:
+        for others in ({}, {"reset_every": 7}, {"every": 1}, {"reset_every": 11, "every": 4}):
+            aborted = {1, 5} if "every" in others else set()
+            found = generate_staggered(llm, prompts, abort=aborted, **others)
+            for i, (one, other) in enumerate(zip(found, answers, strict=True)):
+                assert one[0] == other[0][: len(one[0])]
+                assert len(one[0]) >= (10 if i in aborted else 40)
+
+
+def test_the_cost_of_a_step_is_measured_beside_cached_states(tmp_path: Path) -> None:
+    model = save_config("falcon_h1", tmp_path, HYBRIDS)
+    settings = CACHING | dict(load_format=WANDERING)
+    with engine(model, {"num_speculative_tokens": 6}, drafts=None, **settings) as llm:
+        assert drafter_of(llm).proposer.cost is not None
+        assert len(generate(llm, PROMPTS)) == len(PROMPTS)
+
+
+@contextmanager
+def committed_paths() -> Iterator[set[tuple[int, int]]]:
+    """Yields the arguments `stops` and `lengths` of all commits."""
+    paths: set[tuple[int, int]] = set()
+    original = StateMover.commit
+
+    def commit(mover: Any, columns: Any, table: Any, lengths: Any, stops: Any) -> None:
+        paths.update(zip(stops.tolist(), lengths.tolist(), strict=True))
+        original(mover, columns, table, lengths, stops)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateMover, "commit", commit)
+        yield paths
+
+
 def test_blocks_have_room_for_the_windows_of_many_nodes(tmp_path: Path) -> None:
-    """vLLM counts no nodes of short convolutions when it chooses the size of a block."""
-    model, settings = save_config("lfm2", tmp_path, HYBRIDS), settings_of("lfm2")
+    """vLLM counts no nodes of short convolutions when it chooses the size of a block.
+
+    A draft has no more than half of a block's tokens.
+    """
+    model, settings = save_config("lfm2", tmp_path, HYBRIDS), CACHING | settings_of("lfm2")
     with engine(model, **settings) as plain:
         greedy = generate(plain, PROMPTS)
     record(PROMPTS, greedy)
-    with engine(model, {**HIDDEN, "num_speculative_tokens": 64, "budget": 16}, **settings) as llm:
+    nodes = {"num_speculative_tokens": 64, "budget": 64}
+    with engine(model, HIDDEN | nodes, **settings) as llm:
         assert generate(llm, PROMPTS) == greedy
         assert drafter_of(llm).counters.accepted_nodes > 100
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert scheduler._most_slots == scheduler.block_size // 2 < 64
 
 
 class Hybrid(NamedTuple):

@@ -50,6 +50,7 @@ engine and worker run in other processes, in a pipeline of two stages, or as two
 outputs are compared.
 
 Some rounds have streaming sessions of two to four turns, whose answers are compared turn by turn.
+Where prefixes are cached, more requests go on after the answers to others.
 
 In some rounds with a trie, prompts go on from earlier ones, or branch from them, as turns of a
 conversation do, with tool results in another spelling.

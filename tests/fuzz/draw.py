@@ -202,8 +202,9 @@ def _draw_settings(draws: FeatureDraws, model: str, tiny: bool) -> dict[str, Any
     settings: dict[str, Any] = dict(
         max_model_len=rng.choice([96, 256]), max_logprobs=-1, block_size=32
     )
-    if model in HYBRIDS:
-        settings["enable_prefix_caching"] = False  # vLLM would keep states between requests
+    if model in HYBRIDS and has("prefix caching", 0.7):  # which changes how states are rounded
+        settings.update(enable_prefix_caching=True, prefix_cache_retention_interval=None)
+        settings["max_model_len"] = 512
     if has("logprobs_mode", 0.5):
         settings["logprobs_mode"] = rng.choice(
             ["raw_logits", "processed_logprobs", "processed_logits"]
@@ -255,13 +256,18 @@ def _draw_stress(
             "reasoning_start_str": "<think>",
             "reasoning_end_str": rng.choice(ends),
         }
-    elif model != "llama4_chunks" and has("large blocks", 0.3):
+    elif (
+        model != "llama4_chunks"
+        and "prefix caching" not in draws.features
+        and has("large blocks", 0.3)
+    ):
         stress["block_size"] = 128
     # vLLM on CPU has no chunked prefill for latent attention.
     if model not in LATENT and has("chunked prefill", 0.4):
         stress["max_num_batched_tokens"] = rng.choice([24, 48])
         stress["max_num_seqs"] = min(stress["max_num_seqs"], 3)
-    stress["enable_prefix_caching"] = has("prefix caching", 0.0 if model in HYBRIDS else 0.4)
+    if model not in HYBRIDS:
+        stress["enable_prefix_caching"] = has("prefix caching", 0.4)
     if has("priority scheduling", 0.3):
         stress["scheduling_policy"] = "priority"
     return stress

@@ -258,6 +258,10 @@ class Rounds:
             plain = play(llm, round_.requests, self._adapters)
             turns = [turn for each in map(_turns, round_.requests, plain) for turn in each]
             longer = play(llm, [turn for turn, _ in turns], self._adapters)
+            if "prefix caching" in round_.features:
+                more = _follow_ups(round_, plain)
+                plain += play(llm, more, self._adapters)
+                round_ = replace(round_, requests=[*round_.requests, *more])
         played = self._play_lookahead(round_, plain, turns, longer)
         for difference in differences(round_.requests, plain, played.replies):
             if self._is_tie(round_, difference.index, played.replies[difference.index]):
@@ -407,6 +411,22 @@ def _turns(request: Request, reply: Reply) -> list[tuple[Request, list[int]]]:
         turns.append((alone, answer.tokens))
         context = context + answer.tokens[:-1]  # vLLM drops the last token of each turn
     return turns
+
+
+def _follow_ups(round_: Round, replies: Sequence[Reply]) -> list[Request]:
+    """Requests that go on after the answers to others, which have ended by then."""
+    room = round_.settings["max_model_len"] - 8
+    last = max(request.arrival for request in round_.requests)
+    follow_ups = []
+    for i, (request, reply) in enumerate(zip(round_.requests, replies, strict=True)):
+        answers = list(reply.answers.values())
+        if request.turns or request.embedded or not answers or request.abort_after is not None:
+            continue
+        prompt = [*request.prompt, *answers[0].tokens, *request.prompt[: 1 + i % 9]]
+        if len(prompt) < room:
+            arrival = last + 60 + request.arrival
+            follow_ups.append(replace(request, prompt=prompt, arrival=arrival))
+    return follow_ups
 
 
 def _references(request: Request, replies: Sequence[Reply]) -> list[list[int]]:

@@ -6,10 +6,11 @@ import atexit
 import functools
 import gc
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -155,6 +156,38 @@ def generate_staggered(
         if reset_every and step % reset_every == 0:
             assert core.reset_prefix_cache(reset_running_requests=True)
     return [answers[i] for i in range(len(prompts))]
+
+
+class Turn(NamedTuple):
+    """The prompts of a turn, and for each the answers and the number of cached tokens."""
+
+    prompts: list[list[int]]
+    answers: list[list[list[int]]]
+    cached: list[int | None]
+
+
+def converse(llm: LLM, params: SamplingParams = GREEDY, count: int = 6) -> list[Turn]:
+    """Three turns of conversations that grow by their answers; in each, one more branches off.
+
+    Their prompts end around the end of a block of the KV cache.
+    """
+    rng = random.Random(0)
+    block = llm.llm_engine.vllm_config.cache_config.block_size
+
+    def draw(least: int, most: int) -> list[int]:
+        return [rng.randrange(3, 128) for _ in range(rng.randint(least, most))]
+
+    prompts = [draw(max(block - 40, 2), block + 40) for _ in range(count)]
+    turns = []
+    for _ in range(3):
+        outputs = llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False
+        )
+        answers = [[list(o.token_ids) for o in output.outputs] for output in outputs]
+        turns.append(Turn(prompts, answers, [output.num_cached_tokens for output in outputs]))
+        prompts = [[*p, *a[-1], *draw(1, 9)] for p, a in zip(prompts, answers, strict=True)]
+        prompts[-1] = [*turns[-1].prompts[0], *answers[0][0], *draw(1, 9)]
+    return turns
 
 
 def worker_of(llm: LLM) -> Any:

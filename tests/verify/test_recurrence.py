@@ -104,6 +104,18 @@ def test_other_dtypes(
     check(LAYERS[kind](5, dtype, cache_dtype), random_step(5, [7, 0, 5]))
 
 
+def commit(
+    layer: Layer, cache: Tensor, step: Step, paths: list[list[int]], table: Tensor, lengths: Tensor
+) -> None:
+    """Also check that one more state of each path stays, where a block ends."""
+    stops = torch.tensor([1 + 5 * len(path) % 7 for path in paths], dtype=torch.int32)
+    before = cache.clone()
+    layer.mover(cache).commit(step.columns, table, lengths, stops)
+    for columns, path, stop in zip(step.columns.tolist(), paths, stops.tolist(), strict=False):
+        if stop <= len(path) and not isinstance(layer, Convolution):
+            assert torch.equal(cache[columns[stop - 1]], before[columns[path[stop - 1]]])
+
+
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("dtype", "commits"), [(F32, True), (F32, False), (BF16, True)])
 @pytest.mark.parametrize("kind", LAYERS)
@@ -127,7 +139,7 @@ def test_steps_of_trees_equal_plain_decode(
             texts[request].append(rows_of(inputs, rows))
             outputs[request].append(out[rows])
         if commits:
-            layer.mover(cache).commit(step.columns, table, lengths)
+            commit(layer, cache, step, paths, table, lengths)
         accepted = step.accepted.clone()
         accepted[: len(paths)] = torch.where(lengths > 0, lengths, accepted[: len(paths)])
         nodes = random_step(turn + 10, [3, 4, 5], branches=True)

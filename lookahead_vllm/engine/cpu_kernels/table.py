@@ -29,6 +29,7 @@ _MODULES = (
     "input_batch",
     "logits",
     "logprobs",
+    "recurrent_states",
     "sampling",
     "speculator",
 )

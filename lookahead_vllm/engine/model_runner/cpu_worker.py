@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker import cpu_worker, gpu_worker
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.gpu.warmup import warmup_kernels
@@ -21,6 +23,7 @@ from lookahead_vllm.verify.walk import compile_walk
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class LookaheadCPUModelRunner(LookaheadRunner, model_runner.CPUModelRunner):
@@ -40,6 +43,18 @@ class PlainCPUWorker(cpu_worker.CPUWorker):
         table.install()
         with patches.swapped(gpu_worker, "HAS_TRITON", True):  # vLLM 0.33 asks here, too
             super().__init__(vllm_config, *args, **kwargs)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Without states from the middle of a chunk, which vLLM's kernels for CPUs do not return.
+
+        Then chunks of prompts end where prefixes are cached.
+        """
+        return {
+            name: replace(spec, num_prefill_checkpoint_blocks=0)
+            if isinstance(spec, MambaSpec)
+            else spec
+            for name, spec in super().get_kv_cache_spec().items()
+        }
 
 
 class LookaheadCPUWorker(PlainCPUWorker):

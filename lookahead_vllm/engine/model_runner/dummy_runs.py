@@ -13,6 +13,7 @@ from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.model_runner.late_shape import LateShape
 from lookahead_vllm.engine.model_runner.sampler import max_chunk_rows
 from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
+from lookahead_vllm.engine.worker import recurrent
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
@@ -53,9 +54,15 @@ class DummyRuns(_Base):
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         self._attend(self._dummy_step)
+        tables, slots = super().prepare_dummy_attn(input_batch, *args, **kwargs)
         if self.dummies_are_tokens:
             input_batch.is_padding.fill_(False)
-        return super().prepare_dummy_attn(input_batch, *args, **kwargs)
+            most = self.kv_cache_config.num_blocks - 1
+            for table, group in zip(tables, self.kv_cache_config.kv_cache_groups, strict=True):
+                if recurrent.is_of_states(group):  # whose null block counts as padding
+                    blocks = torch.arange(table.numel(), device=table.device) % most + 1
+                    table.copy_(blocks.view(table.shape))
+        return tables, slots
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """Sample one row of each request, as vLLM does when it measures the memory that a step

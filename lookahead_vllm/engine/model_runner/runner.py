@@ -44,10 +44,10 @@ from lookahead_vllm.engine.worker.attention import TreeAttention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+from lookahead_vllm.engine.worker.recurrent import RequestStates
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import begin_to_draft
 from lookahead_vllm.verify.node_layout import NodeLayout
-from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
 
@@ -379,19 +379,19 @@ class LookaheadRunner(DummyRuns):
             ends = batch.cu_num_logits_np
             step.layout = NodeLayout.build(trees.forest, trees.rows, ends, self.device)
         step.trees = step.whole_trees = trees
-        step.move = partial(self._move, step.slots) if trees.branches else None
+        step.move = partial(self._move, step) if trees.branches else None
 
-    def _move(self, slots: torch.Tensor, path: Walk, requests: slice, ends: torch.Tensor) -> None:
+    def _move(self, step: Step, path: Walk, requests: slice, ends: torch.Tensor) -> None:
         """Move the accepted nodes' KV to the slots right after the root's, and their states.
 
         `path` is that of the batch's `requests`, from rows of logits that end at `ends`.
         """
         tables = self.block_tables.input_block_tables
-        for mover, own, table in zip(self._branching.movers, slots, tables, strict=True):
+        for mover, own, table in zip(self._branching.movers, step.slots, tables, strict=True):
             if mover is None:
                 continue
-            if isinstance(mover, StateMover):
-                mover.commit(table[requests], path.places(ends), path.num_sampled)
+            if isinstance(mover, RequestStates):
+                mover.commit(table, step.batch, requests, path, ends)
             else:
                 mover.move_paths(own[path.origins], own[path.targets])
 

@@ -39,7 +39,6 @@ class DecodeSteps:
         self._is_possible = (
             continued.is_possible
             and scheduler.pp_size == 1
-            and not scheduler.need_mamba_block_aligned_split
             and not scheduler.observability_config.enable_logging_iteration_details
             # New in 0.33: prompts wait for steps that decode.
             and getattr(scheduler, "local_prefill_interval", 1) == 1

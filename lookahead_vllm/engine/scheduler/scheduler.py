@@ -76,6 +76,11 @@ class LookaheadScheduler(AsyncScheduler):
         self.dynamic_sd_lookup = [0] * (self.max_num_running_reqs + 1)
         self._may_pause = options.budget == "auto"
         self._empty_steps = 0
+        self._most_slots = self.num_spec_tokens
+        if self.need_mamba_block_aligned_split:
+            # A step may be scheduled two drafts ahead of the tokens that are computed, and vLLM
+            # holds the states of two blocks.
+            self._most_slots = min(self._most_slots, self.cache_config.block_size // 2)
         # A trained drafter writes its KV behind the last token of each step.
         self.num_lookahead_tokens = options.chain_length
         slots = self.vllm_config.speculative_config.max_num_new_slots_for_drafting
@@ -108,7 +113,7 @@ class LookaheadScheduler(AsyncScheduler):
         )
         # More slots than this cannot fit for all requests, so the limiter has less to cut.
         share = max(1, self.max_num_scheduled_tokens // max(1, len(self.running)))
-        most = 0 if is_paused else min(share, self.num_spec_tokens)
+        most = 0 if is_paused else min(share, self._most_slots)
         for request in self.running:
             request.spec_token_ids = self._slots_of(request, most)
         kept_blocks = self._draft_limiter.cut()

@@ -9,12 +9,7 @@ from vllm.logger import init_logger
 
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.worker.pipeline import gather_from_stages
-from lookahead_vllm.engine.worker.recurrent import (
-    LAYERS,
-    is_recurrent,
-    kinds_of,
-    state_mover,
-)
+from lookahead_vllm.engine.worker.recurrent import LAYERS, RequestStates, is_recurrent, kinds_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -128,7 +123,7 @@ def kv_movers(
 ) -> list[Any]:
     """A mover for each KV cache group; it moves the KV of all layers with a cache of their own.
 
-    Groups of recurrent layers get a `StateMover`.
+    Groups of recurrent layers get a `RequestStates`.
 
     Parameters
     ----------
@@ -144,7 +139,7 @@ def kv_movers(
             movers.append(None)
             continue
         if is_recurrent(own[0]):
-            movers.append(state_mover(own))
+            movers.append(RequestStates(own, group))
             continue
         # Layers that share their KV with an earlier one hold the same tensor.
         caches = {layer.kv_cache.data_ptr(): layer.kv_cache for layer in own}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadat
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.options import OptionError
@@ -34,6 +36,11 @@ from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.verify.cpu.recurrence import supported
 from lookahead_vllm.verify.recurrence import StateMover
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from lookahead_vllm.verify.walk import Walk
 
 PARENTS = "lookahead_parents"
 """Attribute of the metadata of recurrent layers: int32 [tokens of the step], as in
@@ -56,6 +63,16 @@ logger = init_logger(f"vllm.{__name__}")
 def is_recurrent(layer: Any) -> bool:
     """Whether a layer of vLLM's forward context keeps recurrent state instead of KV."""
     return isinstance(layer, MambaBase)
+
+
+def is_of_states(group: Any) -> bool:
+    """Whether the layers of a KV cache group are recurrent."""
+    return isinstance(_spec_of(group), MambaSpec)
+
+
+def _spec_of(group: Any) -> Any:
+    """The group's spec, or one of its kinds of layers."""
+    return getattr(group.kv_cache_spec, "first_spec", group.kv_cache_spec)
 
 
 def kinds_of(layers: Sequence[Any]) -> set[str]:
@@ -172,12 +189,43 @@ def set_parents(metadata: Mapping[str, Any], parents: torch.Tensor) -> None:
             setattr(layer_metadata, PARENTS, parents)
 
 
-def state_mover(layers: Sequence[Any]) -> StateMover:
-    """What commits accepted paths in the recurrent layers of one KV cache group."""
-    windows = [_window(layer.kv_cache[0]) for layer in layers]
-    states = [layer.kv_cache[1] for layer in layers if len(layer.kv_cache) > 1]
-    # A window has the entries that the kernel reads, and one more for each node.
-    return StateMover(states, windows, windows[0].shape[2] - layers[0].num_spec + 1)
+class RequestStates:
+    """Commits accepted paths in the recurrent layers of one KV cache group.
+
+    The states of a request are in columns of its block table. With prefix caching, the first of
+    them moves on with each block, and the state at the end of a block stays for other requests:
+    vLLM copies it after the step, from the column of the token there.
+
+    Parameters
+    ----------
+    layers
+        Those of `group`.
+    """
+
+    def __init__(self, layers: Sequence[Any], group: Any) -> None:
+        self._spec = _spec_of(group)
+        windows = [_window(layer.kv_cache[0]) for layer in layers]
+        states = [layer.kv_cache[1] for layer in layers if len(layer.kv_cache) > 1]
+        # A window has the entries that the kernel reads, and one more for each node.
+        width = windows[0].shape[2] - layers[0].num_spec + 1
+        self._mover = StateMover(states, windows, width)
+
+    def commit(
+        self,
+        table: torch.Tensor,
+        batch: InputBatch,
+        requests: slice,
+        path: Walk,
+        ends: torch.Tensor,
+    ) -> None:
+        """Move the states of a batch's `requests`; `ends` are those of the walk."""
+        spec, lengths = self._spec, batch.seq_lens[requests]
+        columns = mamba_get_block_table_tensor(
+            table[requests], lengths, spec, spec.mamba_cache_mode
+        )
+        before = lengths - batch.query_start_loc.diff()[requests]
+        stops = spec.block_size - before % spec.block_size
+        self._mover.commit(columns, path.places(ends), path.num_sampled, stops)
 
 
 def _window(cache: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ class Mover:
     def __init__(self, states: list[Tensor], windows: list[Tensor], width: int) -> None:
         self._states, self._windows, self._width = states, windows, width
 
-    def __call__(self, columns: Tensor, paths: Tensor, lengths: Tensor) -> None:
+    def __call__(self, columns: Tensor, paths: Tensor, lengths: Tensor, stops: Tensor) -> None:
         depths = torch.arange(paths.shape[1])
         moves = (depths > 0) & (depths < lengths[:, None]) & (paths != depths)
         moves &= columns[: len(paths), :1] > 0
@@ -145,8 +145,8 @@ class Mover:
         for window in self._windows:
             before = self._width - 2
             window[slots, :, before + to] = window[slots, :, before + sources]
-        is_last = to == lengths[requests] - 1
-        requests, to, sources = requests[is_last], to[is_last], sources[is_last]
+        is_read = (to == lengths[requests] - 1) | (to == stops[requests] - 1)
+        requests, to, sources = requests[is_read], to[is_read], sources[is_read]
         pairs = torch.stack((columns[requests, sources], columns[requests, to]), dim=1).tolist()
         for state in self._states:
             for source, target in pairs:

@@ -89,7 +89,7 @@ class Mover:
         ]
         self._width = width
 
-    def __call__(self, columns: Tensor, paths: Tensor, lengths: Tensor) -> None:
+    def __call__(self, columns: Tensor, paths: Tensor, lengths: Tensor, stops: Tensor) -> None:
         (states, windows), (state_table, window_table) = self._tensors, self._tables
         requests, most = paths.shape
         arguments = (*_strided(columns), paths, paths.stride(0), paths.stride(1), lengths)
@@ -97,7 +97,7 @@ class Mover:
             first = states[0]
             size = first[0].numel()
             _move_states[(triton.cdiv(size, _ELEMENTS), requests, len(states))](
-                *arguments, state_table, first.view(_DTYPE_OF_SIZE[first.element_size()]),
+                *arguments, stops, state_table, first.view(_DTYPE_OF_SIZE[first.element_size()]),
                 first.stride(0), size, ELEMENTS=_ELEMENTS, num_warps=4,
             )  # fmt: skip
         if window_table is not None:
@@ -315,29 +315,32 @@ def _gated_delta(
 
 
 @triton.jit(
-    do_not_specialize=["path_row"], do_not_specialize_on_alignment=["columns", "paths", "lengths"]
+    do_not_specialize=["path_row"],
+    do_not_specialize_on_alignment=["columns", "paths", "lengths", "stops"],
 )
 def _move_states(
-    columns, row_stride, step, paths, path_row, path_step, lengths,
+    columns, row_stride, step, paths, path_row, path_step, lengths, stops,
     table, typed, slot_stride, size, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Some elements of a state, one request, one layer."""
+    """Some elements of the two states that stay of a path, one request, one layer."""
     request, layer = tl.program_id(1), tl.program_id(2)
     last = tl.load(lengths + request).to(tl.int32) - 1
     if last <= 0:
         return
-    place = tl.load(paths + request * path_row + last * path_step).to(tl.int32)
-    if place == last:
-        return
-    source = tl.load(columns + request * row_stride + place * step).to(tl.int64)
-    target = tl.load(columns + request * row_stride + last * step).to(tl.int64)
-    if (source <= 0) | (target <= 0):
-        return
+    own = columns + request * row_stride
     state = tl.load(table + layer).to(tl.pointer_type(typed.dtype.element_ty))
     element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    in_state = element < size
-    values = tl.load(state + source * slot_stride + element, mask=in_state)
-    tl.store(state + target * slot_stride + element, values, mask=in_state)
+    stop = tl.load(stops + request).to(tl.int32) - 1
+    # The first one's target is before the sources of the second one.
+    for turn in tl.static_range(2):
+        depth = tl.where(stop < last, stop, 0) if turn == 0 else last
+        place = tl.load(paths + request * path_row + depth * path_step).to(tl.int32)
+        source = tl.load(own + place * step).to(tl.int64)
+        target = tl.load(own + depth * step).to(tl.int64)
+        moves = (place != depth) & (source > 0) & (target > 0)
+        inside = (element < size) & moves
+        values = tl.load(state + source * slot_stride + element, mask=inside)
+        tl.store(state + target * slot_stride + element, values, mask=inside)
 
 
 @triton.jit(

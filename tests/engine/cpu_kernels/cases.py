@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import signature
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from vllm.v1.worker import utils
+from vllm.v1.worker import mamba_utils, utils
 from vllm.v1.worker.cpu import shm  # noqa: F401  first: it replaces what the others import
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
 from vllm.v1.worker.gpu.mm import rope
@@ -289,6 +289,76 @@ def fill_num_accepted(rng: torch.Generator) -> list[torch.Tensor]:
     slots[2] = -1
     mamba_hybrid._fill_num_accepted_kernel[(6,)](slots, accepted, 3)
     return [accepted]
+
+
+@case("gpu.model_states.mamba_hybrid.preprocess_mamba_align_fused_kernel")
+def choose_columns(rng: torch.Generator) -> list[torch.Tensor]:
+    slots = torch.randperm(SLOTS, generator=rng)[:6].int()
+    columns, accepted = integers(rng, -1, 4, SLOTS), integers(rng, 0, 9, SLOTS)
+    sources, offsets = integers(rng, 0, 9, 2, SLOTS).unbind()
+    mamba_hybrid.preprocess_mamba_align_fused_kernel[(1,)](
+        slots, columns, integers(rng, 0, 50, SLOTS), offsets_of(integers(rng, 1, 9, 6)), accepted,
+        sources, offsets, 6, BLOCK_SIZE=256, MAMBA_BLOCK_SIZE=16,
+    )  # fmt: skip
+    return [columns, accepted, sources, offsets]
+
+
+def _states(rng: torch.Generator, channels_first: bool) -> tuple[list[torch.Tensor], list[Any]]:
+    """Windows of 5 inputs and states of two groups of layers; what the copying kernels get."""
+    window = (24, 5) if channels_first else (5, 24)
+    caches = [torch.randn(99, 2, *shape, generator=rng)[:, 1] for shape in (window, (3, 70)) * 2]
+    blocks = torch.randperm(98, generator=rng)[:96].int() + 1
+    tables = list(blocks.view(2, SLOTS, 6).unbind())
+    inputs = [cache.shape[2 if channels_first else 1] for cache in caches]
+    is_window = torch.tensor([1, 0, 1, 0])
+    sizes = [cache[0].numel() for cache in caches]
+    metadata = [
+        torch.tensor([table.data_ptr() for table in tables]),
+        tables[0].stride(0),
+        torch.tensor([cache.data_ptr() for cache in caches]),
+        torch.tensor([cache.stride(0) * 4 for cache in caches]),
+        torch.full((4,), 4, dtype=torch.int32),
+        torch.where(is_window > 0, 1 if channels_first else 24, torch.tensor(sizes)),
+        (torch.tensor(inputs) * is_window).int(),
+        torch.tensor([0, 0, 1, 1], dtype=torch.int32),
+        (24 * channels_first * is_window).int(),
+        5 * 4 * channels_first * is_window,
+    ]
+    return [*caches, *tables], metadata
+
+
+@case("mamba_utils.precopy_mamba_align_fused_kernel")
+def move_to_columns(rng: torch.Generator) -> list[torch.Tensor]:
+    slots, written = torch.randperm(SLOTS, generator=rng)[:6].int(), []
+    slots[2] = -1
+    for channels_first in (False, True):
+        kept, metadata = _states(rng, channels_first)
+        columns, sources, offsets = integers(rng, 0, 4, 3, SLOTS).unbind()
+        sources[slots[0]], offsets = -1, offsets.clamp(max=2)
+        mamba_utils.precopy_mamba_align_fused_kernel[(6, 4, 1)](
+            columns, sources, offsets, *metadata, slots, 6, COPY_BLOCK_SIZE=64,
+            CONV_STATE_DIM_FIRST=channels_first, HAS_IDX_MAPPING=True,
+        )  # fmt: skip
+        written += kept
+    return written
+
+
+@case("mamba_utils.postprocess_mamba_fused_kernel")
+def keep_at_block_ends(rng: torch.Generator) -> list[torch.Tensor]:
+    slots, written = torch.randperm(SLOTS, generator=rng)[:6].int(), []
+    slots[2] = -1
+    for channels_first in (False, True):
+        kept, metadata = _states(rng, channels_first)
+        accepted, computed = integers(rng, 1, 4, SLOTS), integers(rng, 15, 36, SLOTS)
+        columns = (computed - accepted + integers(rng, 0, 4, SLOTS)) // 16
+        out = accepted.clone()
+        mamba_utils.postprocess_mamba_fused_kernel[(6, 4, 1)](
+            accepted, columns, None, computed, None, *metadata, out, slots, 6, block_size=16,
+            COPY_BLOCK_SIZE=64, CONV_STATE_DIM_FIRST=channels_first, HAS_IDX_MAPPING=True,
+            PRECOMPUTED_NEW_COMPUTED=True,
+        )  # fmt: skip
+        written += [*kept, out]
+    return written
 
 
 @case("gpu.model_states.prompt_embeds._apply_prompt_embeds_kernel")

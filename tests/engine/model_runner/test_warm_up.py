@@ -22,9 +22,9 @@ from lookahead_vllm.engine.model_runner.step import Step
 from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.worker import gpu_attention, latent_attention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
+from lookahead_vllm.engine.worker.recurrent import RequestStates
 from lookahead_vllm.verify.implementations import ON_CPUS, ON_GPUS
 from lookahead_vllm.verify.place import Split, placer
-from lookahead_vllm.verify.recurrence import StateMover
 from tests.engine.model_runner import test_node_history
 from tests.engine.worker import test_gpu_wiring
 from tests.support.attention_cases import PagedAttentionCase, random_tree
@@ -122,7 +122,7 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
     layers = {"a": "recurrent", "b": attention, "c": test_gpu_wiring.latent_layer()}
     runner.compilation_config = SimpleNamespace(static_forward_context=layers)
     runner.attn_groups = [[SimpleNamespace(layer_names=list(layers))]]
-    movers = [object.__new__(StateMover), runner.attention.mover([cache], attention)]
+    movers = [object.__new__(RequestStates), runner.attention.mover([cache], attention)]
     runner._branching = NOTHING_BRANCHES._replace(movers=movers)
     runner.dtype, runner.device = torch.float32, torch.device("cpu")
     runner.decode_query_len, runner.vocab_size = 9, test_history.VOCAB

@@ -138,7 +138,8 @@ def _run_layers() -> None:
         layer = make(0, torch.bfloat16, torch.float32, slots=30, **options)
         step = random_step(0, [5], slots=30)
         layer.run(layer.cache, layer.draw(step.num_rows), step.trees())
-        layer.mover(layer.cache).commit(step.columns, torch.zeros(1, 3), torch.ones(1))
+        one = torch.ones(1)
+        layer.mover(layer.cache).commit(step.columns, torch.zeros(1, 3), one, one)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
