@@ -233,13 +233,13 @@ class LateDrafts:
     def would_pay(self, scheduled: Mapping[str, int]) -> bool:
         """Whether drafts would pay in a step like this one, which has no slots for them.
 
-        Learns from the steps that have ended. Only every PROBE_EVERY-th call grows trees; the
+        Only every PROBE_EVERY-th call learns from the steps that have ended, and grows trees; the
         others return False.
         """
-        self.learn(wait=False)
         self._steps_without_slots += 1
         if self._steps_without_slots % PROBE_EVERY:
             return False
+        self.learn(wait=False)
         most = self._drafter.options.decoding_length
         plan = self._plan(scheduled, dict.fromkeys(scheduled, most))
         drafts = self._draft(plan, None, self._prepare(plan, None), self._drafter.max_step_nodes)

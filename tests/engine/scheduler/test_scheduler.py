@@ -107,7 +107,7 @@ def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
     scheduler: Any = object.__new__(LookaheadScheduler)
     scheduler.pauses = Pauses()
     scheduler._may_pause, scheduler.running, scheduler.max_num_scheduled_tokens = False, [], 10
-    scheduler.num_spec_tokens = 4
+    scheduler._most_slots = 4
     scheduler._decode_steps = SimpleNamespace(schedule=lambda: None)
     kept = {"preempted": [1], "other": [2]}
     scheduler._draft_limiter = SimpleNamespace(cut=lambda: dict(kept))
