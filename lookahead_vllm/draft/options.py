@@ -33,6 +33,10 @@ pay; if a text is copied, many do."""
 AUTO_RECURRENT_LENGTH = 16
 """The same for a model with recurrent layers, which keeps a state for each node."""
 
+FEW_REQUESTS, AUTO_RECURRENT_LENGTH_OF_MANY = 16, 4
+"""The same where more requests than these may run. Then states would take the memory of others:
+1.8 GiB a request with 16 nodes, 0.5 with 4 (Nemotron-H 8B, docs/benchmarks.md)."""
+
 MIN_TOKENS_FOR_HYBRID = 64
 """The critical decoding length from which "auto" is "hybrid": its additional sources give a fifth
 more tokens a step with 64 nodes, and no gain with few."""

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from lookahead_vllm.draft.options import (
     AUTO_RECURRENT_LENGTH,
+    AUTO_RECURRENT_LENGTH_OF_MANY,
     CHAIN_LENGTH,
+    FEW_REQUESTS,
     LookaheadOptions,
     OptionError,
 )
@@ -73,7 +75,9 @@ def make_config(
         options = _within_lora_rows(make, options)
     config = make(options)
     if config.model_config.is_hybrid:
-        shorter = options.at_most(AUTO_RECURRENT_LENGTH)
+        is_small = config.scheduler_config.max_num_seqs <= FEW_REQUESTS
+        most = AUTO_RECURRENT_LENGTH if is_small else AUTO_RECURRENT_LENGTH_OF_MANY
+        shorter = options.at_most(most)
         if shorter != options:
             config, options = make(shorter), shorter
     apply(config, options)

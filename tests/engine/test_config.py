@@ -422,8 +422,10 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_hybrids_keep_prefix_caching(hybrid: Path) -> None:
     """And their drafts are short."""
     for others in ({}, {"enable_lora": True}, {"enable_prefix_caching": False}):
-        config = made(hybrid, speculative_config={"method": "lookahead"}, **others)
+        config = made(hybrid, speculative_config={"method": "lookahead"}, max_num_seqs=16, **others)
         caches = others.get("enable_prefix_caching", True)
         assert config.cache_config.enable_prefix_caching == caches
         assert config.cache_config.mamba_cache_mode == ("align" if caches else "none")
-        assert config.speculative_config.num_speculative_tokens == 16 - ("enable_lora" in others)
+        assert config.speculative_config.num_speculative_tokens == 16
+    of_many = made(hybrid, speculative_config={"method": "lookahead"}, max_num_seqs=17)
+    assert of_many.speculative_config.num_speculative_tokens == 4
