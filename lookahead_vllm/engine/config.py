@@ -71,13 +71,14 @@ def make_config(
         The config contains something that lookahead cannot serve exactly.
     """
     make = _Maker(args, functools.partial(cpu_runner.make, create))
+    asked = options
     if args.enable_lora:
-        options = _within_lora_rows(make, options)
+        options = _within_lora_rows(make, asked)
     config = make(options)
     if config.model_config.is_hybrid:
         is_small = config.scheduler_config.max_num_seqs <= FEW_REQUESTS
         most = AUTO_RECURRENT_LENGTH if is_small else AUTO_RECURRENT_LENGTH_OF_MANY
-        shorter = options.at_most(most)
+        shorter = asked.at_most(min(most, options.decoding_length))
         if shorter != options:
             config, options = make(shorter), shorter
     apply(config, options)
