@@ -32,7 +32,7 @@ LEAKS = ("namespace", "fleet", "session", "spelling")
 
 NEEDED = {
     "namespace": {"namespaces", "proposer ngram_trie"},
-    "fleet": {"namespaces of disjoint vocabularies"},
+    "fleet": {"namespaces of disjoint vocabularies", "proposer ngram_trie"},
     "session": {"namespaces", "proposer ngram_trie"},
     "spelling": {"conversations", "proposer ngram_trie"},
 }
