@@ -86,9 +86,8 @@ method:
   which is 40 % of a step of --step-ms, and for 1/32 of each step. A step that reads a prompt counts
   as long as any other, and sends as many nodes; in an engine, it takes longer and sends hardly any,
   because the prompt leaves no room. With `--insertion all`, each prompt is inserted at once, which
-  no engine does. Times are those of the
-  proposer's calls, in this process, with garbage collection off, after a warm-up on another
-  instance; nothing else depends on them.
+  no engine does. Times are those of the proposer's calls, in this process, with garbage collection
+  off, after a warm-up on another instance; nothing else depends on them.
 
 The exit status is 0, 2 for wrong options or traces, 130 after Ctrl-C.
 """

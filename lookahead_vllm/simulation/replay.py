@@ -116,7 +116,7 @@ class Entry(Figures):
 class _Live:
     """A trace that is replayed."""
 
-    def __init__(self, trace: Trace, request_id: str, unread: int = 0) -> None:
+    def __init__(self, trace: Trace, request_id: str, unread: int) -> None:
         self.trace, self.request_id = trace, request_id
         self.unread = unread
         """Tokens of the prompt that are to be read."""

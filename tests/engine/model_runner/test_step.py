@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from lookahead_vllm.draft.budget.cost import StepWork
+from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.model_runner.step import State, Step
 
 
@@ -55,3 +60,17 @@ def test_a_step_of_the_same_batch_takes_over_what_was_prepared(
         assert (step.found, step.most_nodes) == (last.found, 5) and step.may_repeat
     last.may_repeat = False
     assert not Step(scheduled(slots)).repeat(last)
+
+
+@pytest.mark.parametrize(
+    ("rows", "has_prefill", "is_known"), [(1, False, True), (5, False, False), (1, True, False)]
+)
+def test_a_step_that_reads_a_prompt_has_no_known_work(
+    rows: int, has_prefill: bool, is_known: bool
+) -> None:
+    runner: Any = object.__new__(LookaheadRunner)
+    runner._late = SimpleNamespace(contexts=lambda step: np.array([50]))
+    step = Step(SchedulerOutput.make_empty())
+    step.batch = SimpleNamespace(num_reqs=1, num_tokens=rows, has_prefill=has_prefill)
+    runner._measure(step)
+    assert step.work == (StepWork(1, 1, 0, 50, 50, 0) if is_known else None)
