@@ -203,6 +203,16 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             CudaGraphManager.capture(self, create, "Capturing CUDA graphs of sampling")
         return {desc: Tail(graph, results[desc]) for desc, graph in graphs.items()}
 
+    def tail_of(self, desc: BatchExecutionDescriptor) -> BatchExecutionDescriptor | None:
+        """The graph whose tail follows this one, None if there is none.
+
+        Plain vLLM's graphs have none of their own: the tail of the smallest graph for drafts that
+        holds their rows takes what is missing for padding.
+        """
+        if desc.max_query_len is None:
+            desc = self._draft_graphs.get((desc.num_tokens, 0), desc)
+        return desc if desc in self.tails else None
+
     def replay_tail(self, desc: BatchExecutionDescriptor) -> Any:
         """Launch the tail of a graph that has one; returns its results."""
         tail = self.tails[desc]
@@ -267,11 +277,13 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     def smallest(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor:
         """The smallest graph of a step that decodes, of at most `most_draft_tokens`; plain vLLM's
         if every request has one token."""
-        if num_tokens == num_reqs:
-            desc = super().dispatch(num_reqs, num_tokens, 1, 0, max_query_len=1)
-            if desc.cg_mode == CUDAGraphMode.FULL:
-                return desc
-        return self._draft_graphs[num_tokens, 0]
+        plain = self.plain(num_reqs) if num_tokens == num_reqs else None
+        return plain or self._draft_graphs[num_tokens, 0]
+
+    def plain(self, num_reqs: int) -> BatchExecutionDescriptor | None:
+        """Plain vLLM's graph of a step in which so many requests have one token each."""
+        desc = super().dispatch(num_reqs, num_reqs, 1, 0, max_query_len=1)
+        return desc if desc.cg_mode == CUDAGraphMode.FULL else None
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         if self.before_replay is not None:

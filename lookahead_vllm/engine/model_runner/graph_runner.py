@@ -166,7 +166,8 @@ class GraphRunner(LookaheadRunner):
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         found = super().gather_batch_req_state(scheduler_output, dummy_run)
         forest = (self._dummy_step if dummy_run else self.step.drafts).forest
-        may_branch = not dummy_run and self.step.is_late and self.drafter.may_branch
+        is_late = not dummy_run and self.step.is_late and self.step.has_slots
+        may_branch = is_late and self.drafter.may_branch
         self.attended.may_branch = may_branch or bool(forest.branching.any())
         return found
 
@@ -181,11 +182,16 @@ class GraphRunner(LookaheadRunner):
         is_eager = manager.cudagraph_mode.mixed_mode() == CUDAGraphMode.NONE
         return super().most_late_nodes(num_reqs, slots) if is_eager else 0
 
+    def places_roots(self, num_reqs: int) -> bool:
+        manager = self.cudagraph_manager
+        graph = manager and manager.plain(num_reqs)
+        return bool(manager and graph and manager.tail_of(graph))
+
     def _choose_graph(self, prepared: BatchExecutionDescriptor) -> BatchExecutionDescriptor:
         """The graph that runs a step; see `DraftGraphManager.before_replay`.
 
         A step that vLLM has prepared for all slots gets its drafts here, and the smallest graph
-        that holds them.
+        that holds them. One without slots waits for nothing.
         """
         step, shape, manager = self.step, self._shape, self.cudagraph_manager
         if step.state is not State.PREPARED:
@@ -193,13 +199,15 @@ class GraphRunner(LookaheadRunner):
                 shape.clear()
             return prepared
         assert manager is not None
-        self._draft(step)
+        if step.has_slots:
+            self._draft(step)
         split = shape.share_out(step)
         desc = step.graph = manager.smallest(split.num_requests, split.num_rows)
         is_plain = desc.max_query_len is None
         graph = None if is_plain else self._buffers.get(desc.num_tokens)
         if graph is None:
-            shape.place(prepared.num_tokens)
+            tail = manager.tail_of(desc)
+            shape.place(max(prepared.num_tokens, tail.num_tokens if tail else 0))
             if not all(getattr(builder, "reads_buffers", False) for builder in self._builders):
                 self._settle(step)
                 self._metadata_of(step, CUDAGraphMode.FULL)
@@ -242,7 +250,7 @@ class GraphRunner(LookaheadRunner):
     def _fits_tail(self, step: Step) -> bool:
         """Whether the graph of a step has a tail that does all that its requests need."""
         manager = self.cudagraph_manager
-        if step.graph is None or manager is None or step.graph not in manager.tails:
+        if step.graph is None or manager is None or manager.tail_of(step.graph) is None:
             return False
         return bool(self.sampler.draws.suffices[step.prepared.idx_mapping_np].all())
 
@@ -251,7 +259,7 @@ class GraphRunner(LookaheadRunner):
         if not step.has_tail:
             return super().sample(hidden_states, batch, grammar)
         assert manager is not None and step.graph is not None
-        sampled: Sampled = manager.replay_tail(step.graph)
+        sampled: Sampled = manager.replay_tail(manager.tail_of(step.graph))
         self._observe(sampled.logits[: self._shape.split.num_rows], batch)
         tokens, *counts = (part[: batch.num_reqs] for part in sampled[1:])
         return SamplerOutput(tokens, None, None, *counts), *counts

@@ -106,18 +106,22 @@ class LateShape:
         size = Split.size(most_requests, len(self._rows.ids))
         memory = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer
         self._memory: Any = memory(size, torch.int32)
-        """Of `split`, on the host and as the device reads it. It is written again only when the
-        tokens of the step that reads it have arrived."""
+        """Of a step with slots, on the host and as the device reads it, also in graphs. It is
+        written again only when the tokens of the step that reads it have arrived."""
+        self._with_slots = Split(self._memory.np, most_requests)
+        self._without_slots = Split(np.zeros(size, np.int32), most_requests)
+        self._copies = buffer_utils.UvaBufferPool(size, torch.int32)
+        """Of steps without slots, which wait for no tokens: as many as steps may be under way."""
         self._packed: torch.Tensor
-        """The same, after the last step was split."""
-        self.split = Split(self._memory.np, most_requests)
+        """The split of the step as the device reads it."""
+        self.split = self._with_slots
         """The rows of the step."""
         self.split.clear()
 
     def warm_up(self) -> None:
         """Compile what a step launches, by a step without requests: all rows become padding."""
         none = np.empty(0, np.int64)
-        self.split.write(DraftForest.of([]), none, none)
+        self._with_slots.write(DraftForest.of([]), none, none)
         for lengths in (None, torch.zeros_like(self._rows.lengths)):
             self._placer.place(self._memory.uva(), 0, len(self._rows.ids), lengths)
         torch.accelerator.synchronize()  # the device reads `split`
@@ -127,7 +131,7 @@ class LateShape:
         """Whether vLLM may prepare a step before its drafts are known; all ranks answer alike."""
         if (
             not self.is_possible
-            or not scheduled.scheduled_spec_decode_tokens
+            or not scheduled.num_scheduled_tokens
             or scheduled.scheduled_new_reqs
             or scheduled.has_structured_output_requests
         ):
@@ -140,11 +144,19 @@ class LateShape:
     # ---- at the model call -----------------------------------------------------------------------
 
     def share_out(self, step: Step) -> Split:
-        """The rows of a step whose drafts have come, in the order of the batch."""
+        """The rows of a step whose drafts have come, or that has no slots, in the order of the
+        batch."""
         step.state = State.DRAFTED
         step.rows = step.drafts.rows_in(step.prepared.req_ids)
+        if step.has_slots:
+            self.split = self._with_slots
+        elif step.repeats:
+            return self.split  # that of the step before
+        else:
+            self.split = self._without_slots
         self.split.write(step.drafts.forest, step.rows, step.prepared.idx_mapping_np)
-        self._packed = self._memory.uva()
+        packed = self.split.packed
+        self._packed = self._memory.uva() if step.has_slots else self._copies.copy_to_uva(packed)
         return self.split
 
     def place(self, num_filled: int) -> None:
@@ -170,6 +182,7 @@ class LateShape:
 
     def clear(self) -> None:
         """The next graph finds its rows in vLLM's buffers."""
+        self.split = self._with_slots
         self.split.clear()
         self._memory.uva()
 

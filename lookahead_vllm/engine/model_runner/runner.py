@@ -233,9 +233,9 @@ class LookaheadRunner(DummyRuns):
             )
             return step
         if self._shape.can_prepare(scheduled):
-            slots = step.num_slots
-            most = min(self.most_late_nodes(len(scheduled.num_scheduled_tokens), slots), slots)
-            if most:
+            num_reqs, slots = len(scheduled.num_scheduled_tokens), step.num_slots
+            most = min(self.most_late_nodes(num_reqs, slots), slots)
+            if most or (not slots and self.places_roots(num_reqs)):
                 step.prepare_early(most)
                 return step
         step.shaped = self._fill_slots(step)
@@ -247,6 +247,11 @@ class LookaheadRunner(DummyRuns):
         0 if vLLM would run such a step in pieces.
         """
         return slots if self.compilation_config.mode == CompilationMode.NONE else 0
+
+    def places_roots(self, num_reqs: int) -> bool:
+        """Whether the rows of a step without slots, of so many requests that decode, are written
+        like those of a step with slots."""
+        return False
 
     def _fill_slots(self, step: Step) -> SchedulerOutput:
         """The scheduler's output with drafts in place of slots."""

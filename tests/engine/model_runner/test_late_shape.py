@@ -165,12 +165,46 @@ def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(
         monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
         assert answers_of(llm) == plain
         assert answers_of(llm) == plain
-        in_graphs = [step for step in launched if step.graph and step.graph.max_query_len]
+        in_graphs = [step for step in launched if step.graph]
         assert len(in_graphs) > 20 and all(step.has_tail for step in in_graphs)
         assert runner.num_tails == len(in_graphs)
         assert drafter_of(llm).counters.moved_tokens > 5
         observed = [step.verified is not None for step in in_graphs]
         assert any(observed) is (options["proposer"] == "hybrid")
+
+
+@pytest.mark.parametrize("proposer", ["ngram_trie", "hybrid"])
+@pytest.mark.parametrize("mode", ["graphs", "graphs with a schedule"])
+def test_steps_without_slots_are_one_launch_after_the_model_too(
+    mode: str, proposer: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts never pay, so few steps have slots; but some do."""
+    every_kind = [*DRAWN[:6], *PARAMS[6:]]
+
+    def answers_of(llm: LLM) -> list[Any]:
+        again = generate_staggered(llm, PROMPTS, every_kind, every=3, reset_every=9)
+        return [generate(llm, PROMPTS, every_kind), generate(llm, PROMPTS[:3], LONG), again]
+
+    with engine(llama) as llm:
+        plain = answers_of(llm)
+    cost = StepCost(CostCurve([1, 1024], [1.0, 1.001]), drafts=50.0)
+    monkeypatch.setattr(cost, "observe", lambda work, time: time)
+    with lookahead(mode, llama, {"proposer": proposer}, drafts=None) as llm:
+        drafter_of(llm).proposer.cost = cost
+        runner, late, launched = runner_of(llm), runner_of(llm)._late, []
+        add_step = late.add_step
+        monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
+        for _ in range(3):
+            assert answers_of(llm) == plain
+        without = [step for step in launched if step.is_late and not step.has_slots]
+        assert sum(step.has_tail for step in without) > 50
+        assert sum(step.repeats for step in without) > 50
+        assert sum(not step.has_tail for step in without) > 10  # some requests need more
+        assert any(step.has_slots for step in launched)
+        assert all(not step.is_late or step.graph for step in launched)
+        # A tail may have more rows than the model's graph.
+        tails = [(step.graph, runner.cudagraph_manager.tail_of(step.graph)) for step in without]
+        assert any(tail.num_tokens > graph.num_tokens for graph, tail in tails)
 
 
 @pytest.mark.parametrize(("waiting", "pays"), [(0.0, True), (50.0, False)])
