@@ -8,16 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
-from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
-from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
-from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
-from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
-from vllm.v1.worker.gpu.states import RequestState
-
-from lookahead_vllm.engine.model_runner.node_history import NodeHistory
 from tests.verify.test_history import (
     LONGEST,
     MARKERS,
@@ -29,6 +19,16 @@ from tests.verify.test_history import (
     with_forced_ends,
     without_bad_words,
 )
+from vllm import SamplingParams
+from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
+from vllm.v1.worker.gpu.states import RequestState
+
+from lookahead_vllm.engine.model_runner.node_history import NodeHistory
 
 CPU = torch.device("cpu")
 

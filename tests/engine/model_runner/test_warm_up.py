@@ -23,7 +23,7 @@ from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.worker import gpu_attention, latent_attention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.recurrent import RequestStates
-from lookahead_vllm.verify.implementations import ON_CPUS, ON_GPUS
+from lookahead_vllm.verify.devices import ON_CPUS, ON_GPUS
 from lookahead_vllm.verify.place import Split, placer
 from tests.engine.model_runner import test_node_history
 from tests.engine.worker import test_gpu_wiring
