@@ -24,9 +24,9 @@ from lookahead_vllm.verify.walk.triton import walk_rows
 
 attention_cases: Any = import_module("tests.support.attention_cases")
 latent_cases: Any = import_module("tests.support.latent_cases")
-test_history: Any = import_module("tests.verify.test_history")
+test_history: Any = import_module("tests.verify.history.test_history")
 test_moves: Any = import_module("tests.verify.moves.test_triton")
-test_walk: Any = import_module("tests.verify.test_walk")
+test_walk: Any = import_module("tests.verify.walk.test_walk")
 
 Found = dict[str, Any]
 """`error` and `bound`, or nothing if all is equal; a difference raises."""

@@ -8,17 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.verify.test_history import (
-    LONGEST,
-    MARKERS,
-    NUM_SLOTS,
-    VOCAB,
-    Step,
-    penalized,
-    random_step,
-    with_forced_ends,
-    without_bad_words,
-)
 from vllm import SamplingParams
 from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
@@ -29,6 +18,17 @@ from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 from vllm.v1.worker.gpu.states import RequestState
 
 from lookahead_vllm.engine.model_runner.node_history import NodeHistory
+from tests.verify.history.test_history import (
+    LONGEST,
+    MARKERS,
+    NUM_SLOTS,
+    VOCAB,
+    Step,
+    penalized,
+    random_step,
+    with_forced_ends,
+    without_bad_words,
+)
 
 CPU = torch.device("cpu")
 

@@ -37,7 +37,8 @@ from tests.support.driving import (
     worker_of,
 )
 from tests.support.triton_launches import record_launches
-from tests.verify import test_history, test_place
+from tests.verify.history import test_history
+from tests.verify.place import test_place
 
 
 def test_it_has_all_that_the_runner_calls() -> None:
