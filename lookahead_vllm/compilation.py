@@ -7,9 +7,9 @@ the compiling process begins at once.
 What compiles when:
 
 - numba's kernels (`draft/`, and those of `verify/` for the host) and the C++ kernels for CPUs
-  (`verify/cpu/csrc/`): here, at the first start on a machine; `kernel_folder.py` keeps them;
-- Triton's kernels for GPUs (`verify/gpu/`): in each worker before the first request, in
-  `verify/gpu/warm_up.py`; those of recurrent layers in the steps of vLLM's own warm-up;
+  (`verify/*/cpu.cpp`): here, at the first start on a machine; `kernel_folder.py` keeps them;
+- Triton's kernels for GPUs (`verify/*/triton.py`): in each worker before the first request, in
+  `empty_batches` and the like; those of recurrent layers in the steps of vLLM's own warm-up;
 - a CPU's kernels for the rows of a step (`engine/cpu_kernels/` too): in the worker's warm-up.
 """
 
@@ -85,8 +85,8 @@ def compile_verification() -> None:
     from lookahead_vllm.draft.progress import compile_progress
     from lookahead_vllm.draft.tree import DraftForest, DraftTree
     from lookahead_vllm.verify import acceptance
-    from lookahead_vllm.verify.node_layout import compile_layout
-    from lookahead_vllm.verify.tree_batch import TreeBatch
+    from lookahead_vllm.verify.layout.node_layout import compile_layout
+    from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 
     forest, zeros = DraftForest.of([DraftTree.from_lists([0, 1], [-1, -1])]), np.zeros(1, np.int64)
     forest.take(zeros, np.ones(1, np.int64))
@@ -125,7 +125,7 @@ def main(arguments: str) -> None:
 
 
 def _compile_native() -> None:
-    from lookahead_vllm.verify.cpu import native
+    from lookahead_vllm.verify import native
 
     native.load()
 
@@ -151,7 +151,7 @@ def _lock(kind: int) -> Iterator[bool]:
 
 def _marker(options: LookaheadOptions, on_cpu: bool) -> Path:
     """A file that exists once everything is compiled; the name tells what the code depends on."""
-    sources = [*sources_of_kernels(_PACKAGE), *sorted(_PACKAGE.rglob("csrc/*.cpp"))]
+    sources = [*sources_of_kernels(_PACKAGE), *sorted(_PACKAGE.rglob("cpu.cpp"))]
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources))
     facts = [
         str(_PACKAGE),

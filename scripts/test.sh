@@ -21,7 +21,7 @@ quick=(
     tests/draft tests/verify tests/simulation tests/cli tests/benchmarks
     tests/engine/test_compatibility.py tests/engine/test_messages.py
     tests/engine/test_request_options.py tests/engine/worker/test_draft_step.py
-    tests/test_imports.py --ignore=tests/verify/gpu
+    tests/test_imports.py --ignore=tests/verify/test_triton_compiles.py
     -m "not slow and not model"
 )
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lookahead_vllm"
 
 DRAFT, VERIFY, ENGINE = (f"lookahead_vllm.{folder}" for folder in ("draft", "verify", "engine"))
+KERNELS = ("numpy", "torch", "triton", f"{DRAFT}.*", f"{VERIFY}.*")
 ALLOWED: dict[str, set[str]] = {
     "": {"numpy", DRAFT, VERIFY},
     "draft": {"numpy", "numba", DRAFT},
@@ -22,12 +23,19 @@ ALLOWED: dict[str, set[str]] = {
     "draft/window": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget", f"{DRAFT}.window"},
     "draft/cache": {"numpy", f"{DRAFT}.*", f"{DRAFT}.trie", f"{DRAFT}.cache"},
     "draft/fleet": {"numpy", f"{DRAFT}.*", f"{DRAFT}.trie", f"{DRAFT}.fleet"},
-    "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu", f"{VERIFY}.gpu"},
-    "verify/cpu": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu"},
-    "verify/gpu": {
-        *("numpy", "torch", "triton", "xformers"),
-        *(f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.gpu"),
+    "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*"},
+    "verify/layout": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.layout"},
+    "verify/attention": {*KERNELS, "xformers", f"{VERIFY}.layout", f"{VERIFY}.attention"},
+    "verify/choices": {*KERNELS},
+    "verify/history": {*KERNELS, f"{VERIFY}.history"},
+    "verify/latent": {
+        *KERNELS,
+        *(f"{VERIFY}.{name}" for name in ("attention", "latent", "layout")),
     },
+    "verify/moves": {*KERNELS, f"{VERIFY}.attention", f"{VERIFY}.moves"},
+    "verify/place": {*KERNELS, f"{VERIFY}.place"},
+    "verify/recurrence": {*KERNELS, f"{VERIFY}.recurrence"},
+    "verify/walk": {*KERNELS, f"{VERIFY}.walk"},
     "engine": {"numpy", "vllm", "redis", f"{DRAFT}.*", ENGINE},
     "engine/front_end": {
         *("numpy", "vllm", "prometheus_client"),
@@ -43,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine/cpu_kernels": {
         *("numpy", "numba", "torch", "vllm"),
-        *(f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.cpu", f"{ENGINE}.cpu_kernels"),
+        *(f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.history", f"{ENGINE}.cpu_kernels"),
     },
     "engine/model_runner": {
         *("numpy", "torch", "vllm", "tqdm"),

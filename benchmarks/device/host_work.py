@@ -74,8 +74,9 @@ class HostWork:
         """Watch this process's kernels for CPUs, and lookahead's waiting."""
         from lookahead_vllm.engine.cpu_kernels.table import CPUKernel
         from lookahead_vllm.engine.model_runner.waiter import Waiter
-        from lookahead_vllm.verify.cpu import place, walk
-        from lookahead_vllm.verify.cpu.kv_moves import SlotMover
+        from lookahead_vllm.verify.moves.cpu import SlotMover
+        from lookahead_vllm.verify.place import cpu as place
+        from lookahead_vllm.verify.walk import cpu as walk
 
         for owner, name in (
             *((CPUKernel, "_launch"), (place.Placer, "place"), (walk, "walk_rows")),

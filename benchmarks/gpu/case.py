@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from lookahead_vllm.verify.gpu.paged_attention import paged_attention, reference_paged_attention
-from lookahead_vllm.verify.gpu.paged_batch import CAUSAL, PagedBatch, PagedCall
+from lookahead_vllm.verify.attention import PagedCall, paged_attention
+from lookahead_vllm.verify.attention.reference import reference_paged_attention
+from lookahead_vllm.verify.layout.paged_batch import CAUSAL, PagedBatch
 
 DEVICE = "cuda"
 IMPLS = ("torch", "triton", "xformers")

@@ -96,7 +96,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if not torch.cuda.is_available():
         parser.error(
             "there is no CUDA device here; without one, the kernels are tested under Triton's "
-            "interpreter: python -m pytest tests/verify/gpu/test_paged_attention.py"
+            "interpreter: python -m pytest tests/verify/attention/test_paged_attention.py"
         )
     if options.heads % options.kv_heads:
         parser.error(f"--heads {options.heads} is no multiple of --kv-heads {options.kv_heads}")

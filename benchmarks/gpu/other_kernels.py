@@ -13,20 +13,20 @@ import torch
 
 from benchmarks.gpu.case import DEVICE, MAX_ERROR, Case, distance
 from lookahead_vllm.verify import history
+from lookahead_vllm.verify.attention import paged_attention
+from lookahead_vllm.verify.attention.reference import reference_paged_attention
 from lookahead_vllm.verify.choices import top_choices
-from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
-from lookahead_vllm.verify.gpu.paged_attention import paged_attention, reference_paged_attention
-from lookahead_vllm.verify.gpu.paged_batch import LatentCall
-from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
-from lookahead_vllm.verify.gpu.triton_walk import walk_rows
-from lookahead_vllm.verify.latent_attention import latent_attention
-from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify.latent import LatentCall, latent_attention
+from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+from lookahead_vllm.verify.moves.triton import PagedKVMover
+from lookahead_vllm.verify.walk.triton import walk_rows
 
 attention_cases: Any = import_module("tests.support.attention_cases")
 latent_cases: Any = import_module("tests.support.latent_cases")
-test_history: Any = import_module("tests.verify.test_history")
-test_moves: Any = import_module("tests.verify.gpu.test_triton_moves")
-test_walk: Any = import_module("tests.verify.test_walk")
+test_history: Any = import_module("tests.verify.history.test_history")
+test_moves: Any = import_module("tests.verify.moves.test_triton")
+test_walk: Any = import_module("tests.verify.walk.test_walk")
 
 Found = dict[str, Any]
 """`error` and `bound`, or nothing if all is equal; a difference raises."""

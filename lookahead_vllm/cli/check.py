@@ -215,7 +215,7 @@ def find_triton() -> Finding:
 
 def find_compiled_kernels() -> Finding:
     """Compile the kernels for CPUs, or load them."""
-    from lookahead_vllm.verify.cpu import native
+    from lookahead_vllm.verify import native
 
     try:
         native.built()
@@ -229,9 +229,9 @@ def gpu_error(device: str = "cuda") -> float:
     import torch
 
     from lookahead_vllm.draft.tree import DraftTree
-    from lookahead_vllm.verify.gpu.paged_attention import paged_attention
-    from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, PagedCall
-    from lookahead_vllm.verify.tree_batch import TreeBatch
+    from lookahead_vllm.verify.attention import PagedCall, paged_attention
+    from lookahead_vllm.verify.layout.paged_batch import PagedBatch
+    from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 
     torch.manual_seed(0)
     trees = TreeBatch.build([DraftTree.from_lists([1, 2, 3], [-1, 0, -1])], [0], [0], [20])

@@ -19,8 +19,8 @@ from benchmarks.gpu import accuracy, case, other_kernels
 from benchmarks.gpu.case import depths_and_masks, tree_parents
 from benchmarks.gpu.check import Limit
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.verify.gpu.paged_batch import CAUSAL
-from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify.layout.paged_batch import CAUSAL
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 
 ROOT = Path(__file__).parents[2]
 

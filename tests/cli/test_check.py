@@ -15,7 +15,7 @@ import torch
 
 from lookahead_vllm.cli import check
 from lookahead_vllm.cli.check import Finding, Row
-from lookahead_vllm.verify.cpu import native
+from lookahead_vllm.verify import native
 
 
 def test_this_machine_passes_row_by_row() -> None:

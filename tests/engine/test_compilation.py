@@ -39,7 +39,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 ROWS = tuple(
-    f"lookahead_vllm.{module}." for module in ("engine.cpu_kernels", "verify.cpu", "verify.place")
+    f"lookahead_vllm.{module}."
+    for module in ("engine.cpu_kernels", "verify.history", "verify.place", "verify.walk")
 )
 """The kernels of a CPU's rows take vLLM's buffers, so the worker's warm-up compiles them."""
 

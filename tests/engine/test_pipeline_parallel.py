@@ -16,7 +16,7 @@ from vllm import LLM
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner import stages
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
-from lookahead_vllm.verify.node_layout import NodeLayout
+from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from tests.support.driving import engine, generate, generate_staggered
 from tests.support.ranks import (
     GREEDY,

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.verify.cpu import native
-from lookahead_vllm.verify.cpu.tree_attention import TreeCall, tree_attention
-from lookahead_vllm.verify.gpu.paged_attention import paged_attention
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, PagedCall
-from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify import native
+from lookahead_vllm.verify.attention import PagedCall, paged_attention
+from lookahead_vllm.verify.attention.cpu import TreeCall, tree_attention
+from lookahead_vllm.verify.layout.paged_batch import PagedBatch
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from tests.support.packing import pack
 
 ROUNDING = {torch.float32: 2**-18, torch.bfloat16: 2**-8, torch.float16: 2**-11}

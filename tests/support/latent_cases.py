@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.verify.gpu.paged_batch import LatentCall, PagedBatch
-from lookahead_vllm.verify.latent_attention import latent_attention
-from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify.latent import LatentCall, latent_attention
+from lookahead_vllm.verify.layout.paged_batch import PagedBatch
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from tests.support.attention_cases import ROW_ERROR
 
 

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 
 from lookahead_vllm.engine.cpu_kernels.table import CPUKernel
 from lookahead_vllm.engine.model_runner import tail
-from lookahead_vllm.verify.cpu import walk
+from lookahead_vllm.verify.walk import cpu as walk
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 

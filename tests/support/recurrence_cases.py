@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from lookahead_vllm.verify import recurrence
-from lookahead_vllm.verify.implementations import module_for
+from lookahead_vllm.verify.devices import module_for
 from lookahead_vllm.verify.recurrence import StateRows
 
 Inputs = tuple[Tensor, ...]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead_vllm.verify import gpu
+from lookahead_vllm import verify
 
 TRITON_NAMES = {
     torch.float32: "fp32",
@@ -79,9 +79,10 @@ class Launches:
 
 
 def record_launches(patch: pytest.MonkeyPatch) -> dict[str, Launches]:
-    """From now on, launches of the kernels in `verify/gpu` are recorded, by name, not made."""
+    """From now on, launches of the kernels in `verify/` are recorded, by name, not made."""
     launches: dict[str, Launches] = {}
-    names = [f"{gpu.__name__}.{found.name}" for found in pkgutil.iter_modules(gpu.__path__)]
+    found = pkgutil.walk_packages(verify.__path__, f"{verify.__name__}.")
+    names = [module.name for module in found if module.name.endswith(".triton")]
     for module in [importlib.import_module(name) for name in names]:
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             match node:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lookahead_vllm.verify.implementations import ON_CPUS, ON_GPUS
+from lookahead_vllm.verify.devices import ON_CPUS, ON_GPUS
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

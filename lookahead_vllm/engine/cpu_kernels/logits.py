@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, memory, replaces
-from lookahead_vllm.verify.cpu import history
 from lookahead_vllm.verify.history import BadWords, Histories, Penalties, Texts
+from lookahead_vllm.verify.history import cpu as history
 
 
 def _chains(slots: Tensor, input_ids: Tensor, offsets: Tensor) -> Histories:

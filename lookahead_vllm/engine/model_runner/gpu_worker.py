@@ -16,7 +16,7 @@ from lookahead_vllm.engine.model_runner.replica_runner import ReplicaRunner
 from lookahead_vllm.engine.worker.gpu_attention import GPUTreeAttention
 from lookahead_vllm.engine.worker.recurrent import RequestStates, is_recurrent
 from lookahead_vllm.engine.worker.replicas import become_replica
-from lookahead_vllm.verify.gpu import warm_up
+from lookahead_vllm.verify.moves.triton import move_nothing
 from lookahead_vllm.verify.walk import compile_walk
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
             attention = options_of(self.vllm_config).attention
             self.attention.warm_up(own, self.dtype, attention)
             movers = filter(None, self._branching.movers)
-            warm_up.move_nothing(m for m in movers if not isinstance(m, RequestStates))
+            move_nothing(m for m in movers if not isinstance(m, RequestStates))
         compile_walk(self.decode_query_len + 1, self.device)  # see `width_of`
         self.compile_node_kernels()
 

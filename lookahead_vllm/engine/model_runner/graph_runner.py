@@ -31,8 +31,8 @@ from lookahead_vllm.engine.worker.attended import GraphBuffers
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.worker.timed_passes import CapturedTokens
-from lookahead_vllm.verify.gpu.fixed_batch import NO_STARTS, FixedBatch
-from lookahead_vllm.verify.node_layout import width_for, width_of
+from lookahead_vllm.verify.layout.fixed_batch import NO_STARTS, FixedBatch
+from lookahead_vllm.verify.layout.node_layout import width_for, width_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -3,7 +3,7 @@
 In a step that only decodes, all that depends on the last tokens, and on how many nodes each request
 gets, is data on the device. So vLLM prepares the step for all slots, without waiting. At the model
 call the tokens have arrived: the drafts are grown, and one kernel writes the rows that they need
-(`verify/place.py`). What the host still wants to know is made exact after the launch.
+(`verify/place/`). What the host still wants to know is made exact after the launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.model_runner.step import State, Step
 from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.verify.node_layout import NodeLayout, width_of
+from lookahead_vllm.verify.layout.node_layout import NodeLayout, width_of
 from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows, placer
 
 if TYPE_CHECKING:

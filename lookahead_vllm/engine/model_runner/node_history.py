@@ -3,7 +3,7 @@
 vLLM's runner treats the rows before a row as its history, which is right only for chains.
 The processors here replace vLLM's in its sampler and share vLLM's state: vLLM adds requests and
 applies staged writes. In a step with branching trees, they change the logits with kernels that
-follow each row's parents (`verify/history.py`). vLLM's processors compute all other steps.
+follow each row's parents (`verify/history/`). vLLM's processors compute all other steps.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.recurrent import RequestStates
 from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_cost import begin_to_draft
-from lookahead_vllm.verify.node_layout import NodeLayout
+from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
 

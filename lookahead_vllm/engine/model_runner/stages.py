@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lookahead_vllm.verify.node_layout import NodeLayout
+from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import walk
 

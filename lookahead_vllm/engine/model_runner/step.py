@@ -19,7 +19,7 @@ from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.engine.model_runner.drafts import NO_TREES, Drafts, Plan
 from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.verify.acceptance import paths_of_tokens
-from lookahead_vllm.verify.node_layout import NodeLayout
+from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.walk import Walk
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from lookahead_vllm.engine.worker.draft_step import NO_DRAFTS, DraftStep
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from lookahead_vllm.verify.gpu.fixed_batch import FixedBatch
-    from lookahead_vllm.verify.tree_batch import TreeBatch
+    from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
+    from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 
 
 class GraphBuffers(NamedTuple):

@@ -21,10 +21,10 @@ from lookahead_vllm import compilation
 from lookahead_vllm.engine.worker import latent_attention
 from lookahead_vllm.engine.worker.attended import AttendedTrees, without_contexts
 from lookahead_vllm.engine.worker.attention import TreeAttention, dtype_obstacle
-from lookahead_vllm.verify.cpu import native
-from lookahead_vllm.verify.cpu.kv_moves import KVMover, LatentMover, SlotMover
-from lookahead_vllm.verify.cpu.tree_attention import TreeCall, supported, tree_attention
-from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify import native
+from lookahead_vllm.verify.attention.cpu import TreeCall, supported, tree_attention
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+from lookahead_vllm.verify.moves.cpu import KVMover, LatentMover, SlotMover
 
 PACKED = {"vec": False, "vec16": False, "amx": True}
 """Whether the KV layout is packed, for each of vLLM's instruction sets that is supported."""

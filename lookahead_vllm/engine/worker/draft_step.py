@@ -16,7 +16,7 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.verify.choices import Choices, top_choices
-from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 
 
 def root_rows(num_nodes: Int64s) -> Int64s:

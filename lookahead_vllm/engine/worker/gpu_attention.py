@@ -41,9 +41,9 @@ from lookahead_vllm.engine.worker.attended import (
     without_contexts,
 )
 from lookahead_vllm.engine.worker.attention import TreeAttention, dtype_obstacle
-from lookahead_vllm.verify.gpu.paged_attention import Impl, paged_attention
-from lookahead_vllm.verify.gpu.paged_batch import PagedBatch, PagedCall
-from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
+from lookahead_vllm.verify.attention import Impl, PagedCall, paged_attention
+from lookahead_vllm.verify.layout.paged_batch import PagedBatch
+from lookahead_vllm.verify.moves.triton import PagedKVMover
 
 MAX_HEAD_SIZE = 256
 
@@ -343,7 +343,7 @@ class GPUTreeAttention(TreeAttention):
         OptionError
             xformers cannot compute them.
         """
-        from lookahead_vllm.verify.gpu.warm_up import attention_batches
+        from lookahead_vllm.verify.attention.triton import empty_batches
 
         for layer in tqdm(layers, "Compiling tree attention", disable=not is_global_first_rank()):
             if latent_attention.is_latent([layer]):
@@ -355,7 +355,7 @@ class GPUTreeAttention(TreeAttention):
             impl.trees_by = implementation
             query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
             block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-            for batch in attention_batches(
+            for batch in empty_batches(
                 impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device
             ):
                 try:

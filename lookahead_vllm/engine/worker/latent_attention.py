@@ -26,8 +26,9 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.worker.attended import AttendedTrees, without_contexts
 from lookahead_vllm.engine.worker.attention import dtype_obstacle
-from lookahead_vllm.verify.gpu.paged_batch import LatentCall, PagedBatch
-from lookahead_vllm.verify.latent_attention import DecodeRows, decode_rows, latent_attention
+from lookahead_vllm.verify.latent import LatentCall, latent_attention
+from lookahead_vllm.verify.latent.decode_rows import DecodeRows, decode_rows
+from lookahead_vllm.verify.layout.paged_batch import PagedBatch
 
 
 class StepTrees(NamedTuple):
@@ -170,11 +171,11 @@ def _attend_as_decode(
 
 def warm_up(layer: Any, dtype: torch.dtype) -> None:
     """Compile the kernels of a step with trees, so that no request waits for it."""
-    from lookahead_vllm.verify.gpu.warm_up import latent_batches
+    from lookahead_vllm.verify.layout.paged_batch import empty_batches
 
     device = layer.kv_cache.device
     q = torch.zeros(1, layer.num_heads, layer.qk_head_dim, dtype=dtype, device=device)
     output = torch.zeros(1, layer.num_heads * layer.v_head_dim, dtype=dtype, device=device)
     block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    for batch in latent_batches(device):
+    for batch in empty_batches(1, device):
         attend_trees(layer, q, layer.kv_cache, output, StepTrees(batch, block_table))

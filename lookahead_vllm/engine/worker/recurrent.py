@@ -34,8 +34,8 @@ from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.verify.cpu.recurrence import supported
 from lookahead_vllm.verify.recurrence import StateMover
+from lookahead_vllm.verify.recurrence.cpu import supported
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -175,7 +175,7 @@ def row_parents(step: DraftStep, starts: Int32s) -> Int32s:
 
 
 def set_parents(metadata: Mapping[str, Any], parents: torch.Tensor) -> None:
-    """Make `verify/recurrence.py` compute the drafted rows of a step.
+    """Make `verify/recurrence/` compute the drafted rows of a step.
 
     Parameters
     ----------

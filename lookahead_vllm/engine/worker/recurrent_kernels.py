@@ -1,7 +1,7 @@
 """vLLM's kernels of recurrent layers, replaced in steps whose metadata has the rows' parents.
 
 vLLM's own kernels compute only chains. The places where the layers call them are patched: all rows
-that vLLM treats as decodes go to `verify/recurrence.py`, and vLLM computes prompts. This module has
+that vLLM treats as decodes go to `verify/recurrence/`, and vLLM computes prompts. This module has
 the patches for both devices; `recurrent_kernels_cpu.py` and `recurrent_kernels_gpu.py` have the
 others.
 """

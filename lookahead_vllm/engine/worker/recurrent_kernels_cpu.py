@@ -19,8 +19,8 @@ from lookahead_vllm.engine.worker import recurrent_kernels
 from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.engine.worker.recurrent_kernels import convolution, delta_trees, trees_of_slots
 from lookahead_vllm.verify import recurrence
-from lookahead_vllm.verify.cpu.recurrence import path_windows
 from lookahead_vllm.verify.recurrence import GatedDelta, StateRows
+from lookahead_vllm.verify.recurrence.cpu import path_windows
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from lookahead_vllm.draft.window.grid import (
     Windows,
 )
 from lookahead_vllm.draft.window.shape import WindowShape, paper_window_size
-from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 
 FIGURE_2B = """
 x0 0: x0

@@ -29,8 +29,7 @@ from lookahead_vllm.engine.worker import gpu_attention
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.draft_step import DraftStep
-from lookahead_vllm.verify.gpu.paged_attention import paged_attention
-from lookahead_vllm.verify.gpu.paged_batch import PagedCall
+from lookahead_vllm.verify.attention import PagedCall, paged_attention
 from tests.support import recorded_graphs
 from tests.support.attention_cases import random_tree
 from tests.support.recorded_graphs import launch

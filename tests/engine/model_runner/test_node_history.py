@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 from vllm.v1.worker.gpu.states import RequestState
 
 from lookahead_vllm.engine.model_runner.node_history import NodeHistory
-from tests.verify.test_history import (
+from tests.verify.history.test_history import (
     LONGEST,
     MARKERS,
     NUM_SLOTS,

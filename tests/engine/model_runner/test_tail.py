@@ -28,8 +28,8 @@ from lookahead_vllm.engine.model_runner.step import Step
 from lookahead_vllm.engine.model_runner.tail import Draws
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
-from lookahead_vllm.verify.cpu import place
 from lookahead_vllm.verify.place import NO_ENTRY
+from lookahead_vllm.verify.place import cpu as place
 from tests.support import recorded_graphs
 from tests.support.attention_cases import random_tree
 

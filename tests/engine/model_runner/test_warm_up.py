@@ -23,7 +23,7 @@ from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.worker import gpu_attention, latent_attention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.recurrent import RequestStates
-from lookahead_vllm.verify.implementations import ON_CPUS, ON_GPUS
+from lookahead_vllm.verify.devices import ON_CPUS, ON_GPUS
 from lookahead_vllm.verify.place import Split, placer
 from tests.engine.model_runner import test_node_history
 from tests.engine.worker import test_gpu_wiring
@@ -37,7 +37,8 @@ from tests.support.driving import (
     worker_of,
 )
 from tests.support.triton_launches import record_launches
-from tests.verify import test_history, test_place
+from tests.verify.history import test_history
+from tests.verify.place import test_place
 
 
 def test_it_has_all_that_the_runner_calls() -> None:

@@ -1,7 +1,7 @@
 """The CUDA path without a GPU: batches, overwritten rows, CUDA graphs.
 
-The kernels have their own tests (`tests/verify/gpu/test_paged_attention.py`); here they are stood
-in for by plain torch.
+The kernels have their own tests (`tests/verify/attention/test_paged_attention.py`); here they are
+stood in for by plain torch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from lookahead_vllm.engine.worker import branching, cpu_attention, gpu_attention
 from lookahead_vllm.engine.worker import latent_attention as worker_latent_attention
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.branching import branching_obstacle
-from lookahead_vllm.verify import latent_attention
-from lookahead_vllm.verify.gpu.paged_attention import paged_attention
-from lookahead_vllm.verify.gpu.paged_batch import LatentCall, PagedBatch, PagedCall
-from lookahead_vllm.verify.gpu.triton_moves import PagedKVMover
-from lookahead_vllm.verify.tree_batch import TreeBatch
+from lookahead_vllm.verify import latent as latent_attention
+from lookahead_vllm.verify.attention import PagedCall, paged_attention
+from lookahead_vllm.verify.latent import LatentCall
+from lookahead_vllm.verify.layout.paged_batch import PagedBatch
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+from lookahead_vllm.verify.moves.triton import PagedKVMover
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 
 UNTOUCHED = 7.0

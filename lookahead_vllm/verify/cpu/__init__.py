@@ -1,1 +1,0 @@
-"""Tree attention and KV moves on CPUs, in compiled C++ and in plain PyTorch."""

@@ -1,1 +1,0 @@
-"""Tree attention and KV moves on GPUs, in Triton kernels."""

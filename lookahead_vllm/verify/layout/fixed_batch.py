@@ -1,0 +1,278 @@
+"""Buffers for the trees of a step that a captured CUDA graph runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.tree import DraftForest, find_branching
+from lookahead_vllm.verify.layout.paged_batch import CAUSAL, PagedBatch
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+from lookahead_vllm.verify.transfer import staged
+
+ROWS_OF_A_TREE = 8
+"""The expected tokens of a step for each of its trees; determines how a context is split."""
+
+NO_STARTS: Int32s = np.zeros(1, np.int32)
+"""Of a step without requests."""
+
+_MIN_ROWS = 3  # of a branching tree: the root and two children
+
+
+class FixedBatch:
+    """A `PagedBatch` of branching trees whose tensors never move.
+
+    All tensors are parts of one, so a step fills them in one copy, from host memory that never
+    moves either: a captured graph may contain the copy. Entries without a tree have size 0, rows
+    without a tree token -1.
+
+    Parameters
+    ----------
+    num_tokens : int
+        The tokens of the graph.
+    max_requests : int
+        The most requests of a step.
+    max_size : int
+        The most rows of a tree, its root included.
+    max_context : int
+        The longest context.
+    device
+    contexts : int32 [at least max_requests], optional
+        On the device. With it, the batch has all requests of a step, in order, and reads the
+        contexts there; those without a branching tree are causal.
+
+    Attributes
+    ----------
+    batch : PagedBatch
+        The buffers, with room for every step of `num_tokens` tokens.
+    num_trees : int
+        The branching trees of the current step. Without `contexts`, they are the first entries.
+    holds_all : bool
+        Whether the batch has all requests.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        max_requests: int,
+        max_size: int,
+        max_context: int,
+        device: torch.device | str,
+        contexts: torch.Tensor | None = None,
+    ) -> None:
+        self.holds_all = contexts is not None
+        entries = min(max_requests, num_tokens if self.holds_all else num_tokens // _MIN_ROWS)
+        max_size = min(max_size, num_tokens)
+        self._words = (max_size + 31) // 32
+        self._lengths = [*[entries] * 5, num_tokens, num_tokens * self._words, num_tokens]
+        size = sum(self._lengths)
+        self._host = staged(torch.zeros(size, dtype=torch.int32), device)
+        """Written again only when the step that reads it has ended."""
+        self._packed = torch.empty(size, dtype=torch.int32, device=device)
+        parts = self._packed.split(self._lengths)
+        requests, starts, sizes, own_contexts, firsts, depths, masks, tokens = parts
+        self.batch = PagedBatch(
+            requests,
+            starts,
+            sizes,
+            own_contexts if contexts is None else contexts[:entries],
+            firsts,
+            firsts,  # all requests have trees; not read with contexts of others
+            depths,
+            masks.view(num_tokens, self._words),
+            tokens,
+            max_size,
+            max_context,
+            max(1, min(entries, num_tokens // ROWS_OF_A_TREE)),
+        )
+        self.num_trees = 0
+        none = np.empty(0, np.int64)
+        self.write(DraftForest.of([]), none, NO_STARTS, none)
+        self.upload()
+
+    def fill(self, trees: TreeBatch | None, starts: Int32s = NO_STARTS) -> None:
+        """Write the trees of a step, in one asynchronous copy.
+
+        Parameters
+        ----------
+        trees
+            All branching trees of the step; None if there are none.
+        starts : int32 [r + 1]
+            The first row of each request, then the number of rows; read if the batch `holds_all`.
+
+        Raises
+        ------
+        ValueError
+            They do not fit.
+        """
+        columns, depths, masks = _NOTHING
+        if trees is not None:
+            fields = (trees.requests, trees.starts, trees.sizes, trees.contexts)
+            columns = np.stack([field.numpy() for field in fields])
+            depths, masks = trees.depths.numpy(), trees.masks.numpy()
+        self._note(_write(self._host.numpy(), *self._limits, starts, columns, depths, masks))
+        self.upload()
+
+    def write(
+        self, forest: DraftForest, requests: Int64s, starts: Int32s, contexts: Int64s
+    ) -> None:
+        """Write the branching trees of `forest` on the host; `upload` copies them.
+
+        Parameters
+        ----------
+        forest
+            t trees, which need not branch.
+        requests, contexts : [t]
+            As in TreeBatch.
+        starts : int32 [r + 1]
+            The first row of each request, then the number of rows.
+        """
+        packed = self._host.numpy()
+        nodes = forest.parents, forest.depths, forest.firsts
+        self._note(_write_forest(packed, *self._limits, *nodes, requests, starts, contexts))
+
+    def upload(self) -> None:
+        """Copy what was written on the host, asynchronously."""
+        self._packed.copy_(self._host, non_blocking=True)
+
+    @property
+    def _limits(self) -> tuple[int, int, int, int, int, bool]:
+        """The entries, rows and words of a mask in the buffers; the largest tree and context; and
+        whether all requests have entries."""
+        entries, *_, num_tokens = self._lengths
+        batch = self.batch
+        return entries, num_tokens, self._words, batch.max_size, batch.max_context, self.holds_all
+
+    def _note(self, num_trees: int) -> None:
+        if num_trees < 0:
+            raise ValueError(f"the trees of a step do not fit into buffers for {self._limits}")
+        self.num_trees = num_trees
+
+
+_NOTHING: tuple[Int32s, ...] = tuple(np.empty(shape, np.int32) for shape in ((4, 0), 0, (0, 1)))
+
+
+@kernel
+def _write(
+    packed: Int32s,
+    entries: int,
+    num_tokens: int,
+    words: int,
+    max_size: int,
+    max_context: int,
+    holds_all: bool,
+    starts: Int32s,
+    columns: Int32s,
+    depths: Int32s,
+    masks: Int32s,
+) -> int:
+    """Lay out t trees of n rows; returns t, or -1 if they do not fit.
+
+    Parameters
+    ----------
+    packed : int32 [5 * entries + (2 + words) * num_tokens]
+    holds_all
+        Whether each of r requests has an entry, those without a tree included.
+    starts : int32 [r + 1]
+        The first row of each request, then the number of rows; read if `holds_all`.
+    columns : int32 [4, t]
+        Requests, starts, sizes and contexts.
+    depths : int32 [n]
+    masks : int32 [n, at most words]
+    """
+    num_trees = columns.shape[1]
+    if num_trees > entries or len(depths) > num_tokens:
+        return -1
+    if not _begin(packed, entries, num_tokens, words, max_size, holds_all, starts):
+        return -1
+    row_depths = packed[5 * entries :]
+    row_masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
+    row = 0
+    for tree in range(num_trees):
+        if columns[2, tree] > max_size or columns[3, tree] > max_context:
+            return -1
+        entry = columns[0, tree] if holds_all else tree
+        for column in range(4):
+            packed[column * entries + entry] = columns[column, tree]
+        packed[4 * entries + entry] = row
+        for place in range(columns[2, tree]):
+            row_depths[row] = depths[row]
+            tokens[row] = columns[1, tree] + place
+            for word in range(masks.shape[1]):
+                row_masks[row * words + word] = masks[row, word]
+            row += 1
+    return num_trees
+
+
+@kernel
+def _write_forest(
+    packed: Int32s,
+    entries: int,
+    num_tokens: int,
+    words: int,
+    max_size: int,
+    max_context: int,
+    holds_all: bool,
+    parents: Int32s,
+    depths: Int32s,
+    firsts: Int64s,
+    requests: Int64s,
+    starts: Int32s,
+    contexts: Int64s,
+) -> int:
+    """As `_write`, for the branching trees of a forest."""
+    if not _begin(packed, entries, num_tokens, words, max_size, holds_all, starts):
+        return -1
+    row_depths = packed[5 * entries :]
+    masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
+    branching = find_branching(parents, firsts)
+    num_trees = row = 0
+    for tree in range(len(branching)):
+        if not branching[tree]:
+            continue
+        first, size, request = firsts[tree], firsts[tree + 1] - firsts[tree] + 1, requests[tree]
+        entry, start = request if holds_all else num_trees, starts[request]
+        if entry >= entries or row + size > num_tokens:
+            return -1
+        if size > max_size or contexts[tree] > max_context:
+            return -1
+        packed[entry], packed[entries + entry] = request, start
+        packed[2 * entries + entry], packed[3 * entries + entry] = size, contexts[tree]
+        packed[4 * entries + entry] = row
+        masks[row * words], tokens[row] = 1, start
+        for place in range(1, size):
+            own, parent = row + place, row + 1 + parents[first + place - 1]
+            row_depths[own], tokens[own] = depths[first + place - 1], start + place
+            for word in range(words):
+                masks[own * words + word] = masks[parent * words + word]
+            masks[own * words + place // 32] |= np.int32(np.int64(1) << (place % 32))
+        num_trees, row = num_trees + 1, row + size
+    return num_trees
+
+
+@kernel
+def _begin(
+    packed: Int32s,
+    entries: int,
+    num_tokens: int,
+    words: int,
+    max_size: int,
+    holds_all: bool,
+    starts: Int32s,
+) -> bool:
+    """Write a step without trees; False if its requests do not fit."""
+    packed[:] = 0
+    packed[5 * entries + (1 + words) * num_tokens :] = -1
+    if not holds_all:
+        return True
+    if len(starts) - 1 > entries:
+        return False
+    packed[4 * entries : 5 * entries] = CAUSAL
+    for request in range(len(starts) - 1):
+        size = starts[request + 1] - starts[request]
+        if size > max_size:
+            return False
+        packed[request], packed[entries + request] = request, starts[request]
+        packed[2 * entries + request] = size
+    return True

@@ -1,0 +1,258 @@
+"""The compiled CPU kernels: built from all `cpu.cpp` at first use, cached, loaded with ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import torch  # noqa: F401  before the library, so that both use the OpenMP runtime of torch
+
+from lookahead_vllm.kernel_folder import cache_dir
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+_SOURCES = sorted(Path(__file__).parent.glob("*/cpu.cpp"))
+# No -ffast-math: masked scores are -inf, and unused slots may hold NaN.
+_FLAGS = [
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+]
+
+_MAX_SECONDS = 300.0
+"""A compiler that has not ended after this time is ended."""
+_LOAD_ERRORS = (OSError, AttributeError, UnicodeDecodeError)
+"""What loading a library raises. ctypes decodes the loader's message, which names the file, as
+strict UTF-8."""
+ERRORS = (*_LOAD_ERRORS, subprocess.SubprocessError)
+"""What building and loading it raise."""
+
+_pointer, _i64, _i32, _f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
+    """Fields of a structure that are all of one kind."""
+    return [(name, kind) for name in names]
+
+
+class TreeBatchView(ctypes.Structure):
+    """`TreeBatchView` of `attention/cpu.cpp`: the sizes and pointers of a TreeBatch."""
+
+    _fields_ = [
+        *_fields(_i64, "trees", "words"),
+        *_fields(_pointer, "rows", "starts", "sizes", "contexts", "depths", "masks"),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    """`AttentionCall` of `attention/cpu.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("query", _pointer),
+        *_fields(_i64, "query_token", "query_head"),
+        ("cache", _pointer),
+        *_fields(_i64, "cache_block", "cache_head"),
+        ("output", _pointer),
+        *_fields(_i64, "output_token", "output_head"),
+        ("block_table", _pointer),
+        ("table_row", _i64),
+        *_fields(_i32, "heads", "kv_heads", "head_size", "block_size"),
+        ("scale", _f32),
+        ("window", _i32),
+        ("soft_cap", _f32),
+        *_fields(_pointer, "alibi", "sinks"),
+        *_fields(_i32, "threads", "packed"),
+    ]
+
+
+class LayerCache(ctypes.Structure):
+    """`LayerCache` of `moves/cpu.cpp`: the KV cache of one layer; strides in bytes."""
+
+    _fields_ = [("data", _pointer), *_fields(_i64, "block", "head", "heads", "head_size")]
+
+
+class Forest(ctypes.Structure):
+    """`Forest` of `recurrence/cpu.cpp`: recurrence.StateRows; strides in elements."""
+
+    _fields_ = [
+        *_fields(_i64, "requests", "rows", "slots"),
+        *_fields(_pointer, "starts", "parents", "columns"),
+        *_fields(_i64, "num_columns", "column_row", "column_step"),
+        ("accepted", _pointer),
+    ]
+
+
+class Mamba2Call(ctypes.Structure):
+    """`Mamba2Call` of `recurrence/cpu.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("state", _pointer),
+        ("slot", _i64),
+        *_fields(_pointer, "x", "B", "C"),
+        *_fields(_i64, "x_row", "bc_row"),
+        *_fields(_pointer, "dt", "A", "D", "dt_bias"),
+        ("out", _pointer),
+        ("out_row", _i64),
+        *_fields(_i32, "heads", "groups", "dim", "dstate"),
+        ("threads", _i32),
+    ]
+
+
+class DeltaCall(ctypes.Structure):
+    """`DeltaCall` of `recurrence/cpu.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("state", _pointer),
+        ("slot", _i64),
+        *_fields(_pointer, "q", "k", "v"),
+        *_fields(_i64, "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"),
+        *_fields(_pointer, "a", "b", "A_log", "dt_bias"),
+        ("out", _pointer),
+        ("out_row", _i64),
+        ("out_head", _i64),
+        *_fields(_i32, "key_heads", "heads", "key_size", "value_size"),
+        ("scale", _f32),
+        ("threads", _i32),
+    ]
+
+
+class ConvolutionCall(ctypes.Structure):
+    """`ConvolutionCall` of `recurrence/cpu.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("window", _pointer),
+        *_fields(_i64, "slot", "channel", "entry"),
+        ("x", _pointer),
+        ("x_row", _i64),
+        *_fields(_pointer, "weight", "bias", "out"),
+        *_fields(_i32, "dim", "width", "silu", "threads"),
+    ]
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The compiled library, or None if it cannot be built or loaded; the log says why, once.
+
+    A build takes seconds, so an engine calls this at start-up.
+    """
+    try:
+        return built()
+    except ERRORS as error:
+        logger.warning("Tree attention runs on plain torch; its kernel cannot be used: %s", error)
+        return None
+
+
+def built() -> ctypes.CDLL:
+    """The compiled library; one of ERRORS if it cannot be built or loaded.
+
+    Builds are kept in `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and
+    CPU.
+    """
+    compiler = _compiler()
+    path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
+    if path.exists():
+        with suppress(*_LOAD_ERRORS):  # damaged: build it again
+            return _open(path)
+    _build(compiler, path)
+    return _open(path)
+
+
+def available() -> bool:
+    """Whether the compiled kernels can be used; the first call may build them."""
+    return load() is not None
+
+
+def reads_packed() -> bool:
+    """Whether the compiled tree attention reads the packed layout, which takes AVX512-BF16."""
+    library = load()
+    return library is not None and bool(library.lookahead_reads_packed())
+
+
+def _compiler() -> str:
+    names = filter(None, (os.environ.get("CXX"), "g++", "c++"))
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler (g++, c++ or $CXX)")
+    return compiler
+
+
+def _fingerprint(compiler: str) -> str:
+    parts = [source.read_bytes() for source in _SOURCES]
+    parts.append(" ".join(_FLAGS).encode())
+    parts.append(_run([compiler, "--version"]).encode())
+    cpu_fields = (b"model name", b"flags", b"Features", b"CPU part")
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+        parts += sorted({line for line in lines if line.startswith(cpu_fields)})
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+
+
+def _build(compiler: str, path: Path) -> None:
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", temporary]
+        # The compiler's temporary files go beside the library, because /tmp may be full.
+        _run(command, TMPDIR=str(path.parent))
+        os.replace(temporary, path)  # atomic: other processes see the old file or the new one
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _run(command: list[str], **environment: str) -> str:
+    """What a compiler prints. If it fails, the error has its messages and how it ended."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=_MAX_SECONDS,
+        env=os.environ | environment,
+        encoding="locale",
+        errors="backslashreplace",  # it may print any bytes; escapes can be logged everywhere
+    )
+    if done.returncode:
+        ended = subprocess.CalledProcessError(done.returncode, command[0])
+        raise OSError(f"{ended} {done.stderr.strip()[-2000:]}".rstrip())
+    return done.stdout
+
+
+def _link(path: Path) -> ctypes.CDLL:
+    """Load a library, or its copy in the temporary folder if its own is mounted with noexec."""
+    try:
+        return ctypes.CDLL(str(path))
+    except _LOAD_ERRORS as error:
+        with suppress(*_LOAD_ERRORS), tempfile.NamedTemporaryFile(suffix=".so") as copy:
+            copy.write(path.read_bytes())
+            copy.flush()
+            library = ctypes.CDLL(copy.name)
+            logger.info(
+                "Lookahead's compiled kernels are loaded from a copy in %s: %s.",
+                tempfile.gettempdir(),
+                error,
+            )
+            return library
+        raise
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = _link(path)
+    for name, arguments in (
+        ("tree_attention", [_pointer, _pointer, _i32]),
+        ("move_kv", [_pointer, _i64, _i64, _i64, _i64, _pointer, _pointer, _i32, _i32]),
+        ("top_choices", [_pointer, _i32, _i64, _i64, _i64, _pointer, _i32, _i32, _pointer]),
+    ):
+        function = getattr(library, f"lookahead_{name}")
+        function.argtypes, function.restype = arguments, None
+    for name in ("mamba2", "gated_delta", "convolution"):
+        function = getattr(library, f"lookahead_{name}")
+        function.argtypes, function.restype = [_pointer, _pointer, _i32, _i32], _i32
+    library.lookahead_reads_packed.argtypes = []
+    library.lookahead_reads_packed.restype = _i32
+    return library

@@ -1,0 +1,166 @@
+"""Compiled kernels are built once and kept; without them a start goes on, and the log says why."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.kernel_folder import cache_dir
+from lookahead_vllm.verify import native
+from tests.support.attention_cases import ROUNDING, AttentionCase, random_tree
+
+ROOT = Path(__file__).parents[3]
+native_only = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for compiled kernels, empty; no library is loaded."""
+    monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "load", functools.cache(native.load.__wrapped__))
+    cache_dir.cache_clear()
+    yield cache_dir()
+    cache_dir.cache_clear()
+
+
+@pytest.fixture
+def log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
+    caplog.set_level("INFO", native.logger.name)
+    monkeypatch.setattr(native.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(native.logger, "propagate", False)
+    return caplog
+
+
+@pytest.fixture
+def quick_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, "-O0"])
+
+
+def choose_compiler(script: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Make a shell script the compiler."""
+    program = folder / "compiler"
+    program.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    program.chmod(0o700)
+    patch.setenv("CXX", str(program))
+
+
+@native_only
+@pytest.mark.usefixtures("quick_build")
+def test_a_damaged_build_is_rebuilt(folder: Path) -> None:
+    compiler = native._compiler()
+    path = folder / f"verify-{native._fingerprint(compiler)}.so"
+    path.write_bytes(b"not a library")
+    assert native.available()
+    assert list(folder.iterdir()) == [path]
+
+
+@native_only
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are for x86")
+@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f", "-march=x86-64"])
+def test_builds_for_older_processors_are_exact(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, "-O1", flag])
+    trees = [random_tree(np.random.default_rng(4), 17), DraftTree.chain(range(3))]
+    options = {"window": 150, "alibi": True, "soft_cap": 30.0, "sinks": True, "nan_node": True}
+    for dtype in ROUNDING:
+        AttentionCase(trees, [300, 5], head_size=80, block_size=48, dtype=dtype).check("native")
+        AttentionCase(trees, [300, 5], head_size=64, dtype=dtype, **options).check("native")
+
+
+@native_only
+@pytest.mark.usefixtures("quick_build")
+def test_a_library_on_a_mount_without_exec_is_kept_and_loaded_from_a_copy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    link, build, built = ctypes.CDLL, native._build, []
+
+    def dlopen(name: str) -> ctypes.CDLL:
+        if folder in Path(name).parents:
+            raise OSError(f"{name}: failed to map segment from shared object")
+        return link(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", dlopen)
+    monkeypatch.setattr(native, "_build", lambda *to: built.append(to) or build(*to))
+    for _ in range(2):
+        native.load.cache_clear()
+        log.clear()
+        library = native.load()
+        assert library is not None and not Path(library._name).exists()
+        (message,) = log.messages
+        assert "loaded from a copy in" in message and "failed to map segment" in message
+    assert len(built) == 1
+
+
+def test_without_a_compiler_torch_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert not native.available()
+    assert "compiler" in log.text
+    AttentionCase([DraftTree.from_lists([1, 2], [-1, -1])], [4]).check("auto")
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (r'printf "caf\351" >&2; exit 1', r"returned non-zero exit status 1. caf\xe9"),
+        (r'[ "$1" = --version ] || { printf "caf\351" >&2; exit 1; }', r"status 1. caf\xe9"),
+        ('[ "$1" = --version ] || kill -9 $$', "died with <Signals.SIGKILL: 9>."),
+        ("exec sleep 600", "timed out after 3 seconds"),
+        ("exit 0", "file too short"),
+    ],
+)
+def test_an_unusable_compiler_is_named_and_torch_is_used(
+    script: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(native, "_MAX_SECONDS", 3)
+    choose_compiler(script, tmp_path, monkeypatch)
+    assert not native.available()
+    (message,) = log.messages
+    assert message.endswith(says) and "b'" not in message
+
+
+@native_only
+@pytest.mark.usefixtures("quick_build")
+def test_a_compiler_may_print_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prints = r'printf "\244\242" | tee /dev/stderr'
+    choose_compiler(f'{prints}; exec {native._compiler()} "$@"', tmp_path, monkeypatch)
+    assert native.available()
+
+
+LOADS = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout)
+from lookahead_vllm.verify import native
+native.load()
+"""
+
+
+def test_its_messages_can_be_logged_in_an_ascii_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_compiler('echo "no ‘file’" >&2; [ "$1" = --version ]', tmp_path, monkeypatch)
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", LOADS],
+        env={**os.environ, **ascii_only, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=True,
+    )
+    assert rb"no \xe2\x80\x98file\xe2\x80\x99" in result.stdout
