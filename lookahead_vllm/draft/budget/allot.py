@@ -130,24 +130,52 @@ def _allot(
     """The nodes taken from the front of each tree, int64 [t]; whether only the best chain among
     them is sent, bool [t]; `rate` and `min_prob` of the Allotment."""
     base, _, forward, chain, tree, root, captured = prices
-    num_nodes, num_trees = len(probs), len(firsts) - 1
+    num_nodes = len(probs)
+    # What a node costs beside the forward pass, and with its tree's root, if it is the first one.
+    extra, costs = np.empty(num_nodes), np.empty(num_nodes)
     owners = np.empty(num_nodes, np.int64)
-    costs = np.empty(num_nodes)
-    for i in range(num_trees):
-        for node in range(firsts[i], firsts[i + 1]):
-            owners[node] = i
-            costs[node] = tree[i] if branching[i] else chain[i]
+    for i in range(len(firsts) - 1):
+        own = slice(firsts[i], firsts[i + 1])
+        owners[own], extra[own] = i, tree[i] if branching[i] else chain[i]
+        costs[own] = extra[own]
         if branching[i]:
             costs[firsts[i]] += root[i]
+    order, best, rate = _best_nodes(probs, extra, costs, progress, base, forward)
+    sizes = np.zeros(len(firsts) - 1, np.int64)
+    for k in range(best):
+        sizes[owners[order[k]]] += 1
+    chained = _better_as_chains(probs, parents, firsts, branching, sizes, rate, prices)
+    min_prob = 0.0
+    if best < num_nodes:
+        cheapest = min(chain.min(), tree.min())
+        min_prob = rate * (cheapest + _price_of_next(forward, best, num_nodes, captured))
+        if best > 0:
+            # Where the price rises steeply after the last node sent, one as likely can pay again.
+            min_prob = min(min_prob, probs[order[best - 1]])
+    return sizes, chained, rate, min_prob
+
+
+@kernel
+def _best_nodes(
+    probs: NDArray[np.float32],
+    extra: NDArray[np.float64],
+    costs: NDArray[np.float64],
+    progress: int,
+    base: float,
+    forward: NDArray[np.float64],
+) -> tuple[Int64s, int, float]:
+    """The nodes by falling gain, how many of them are sent, and the tokens a second of that step,
+    by Dinkelbach's method: the gain of a node depends on the rate, which rises until it is the
+    best."""
+    num_nodes = len(probs)
     rate = progress / base
     best = 0
     gains = np.empty(num_nodes)
     order = np.arange(num_nodes)
     for turn in range(8):
+        # The root's cost is left out: it would change the order of nodes within a tree.
         for node in range(num_nodes):
-            # The root's cost is left out: it would change the order of nodes within a tree.
-            extra = tree[owners[node]] if branching[owners[node]] else chain[owners[node]]
-            gains[node] = probs[node] - rate * extra
+            gains[node] = probs[node] - rate * extra[node]
         if turn:
             _sort_again(order, gains)
         else:
@@ -165,12 +193,24 @@ def _allot(
         if best_rate <= rate * (1 + 1e-9):
             break
         rate = best_rate
-    sizes = np.zeros(num_trees, np.int64)
-    for k in range(best):
-        sizes[owners[order[k]]] += 1
-    chained = np.zeros(num_trees, np.bool_)
-    kept = best
-    for i in range(num_trees):
+    return order, best, rate
+
+
+@kernel
+def _better_as_chains(
+    probs: NDArray[np.float32],
+    parents: Int32s,
+    firsts: Int64s,
+    branching: NDArray[np.bool_],
+    sizes: Int64s,
+    rate: float,
+    prices: StepPrices,
+) -> NDArray[np.bool_]:
+    """Of which trees, cut to `sizes`, the best chain is worth more than all nodes, bool [t]."""
+    _, _, forward, chain, tree, root, _ = prices
+    chained = np.zeros(len(sizes), np.bool_)
+    kept = sizes.sum()
+    for i in range(len(sizes)):
         if not branching[i] or sizes[i] == 0 or chain[i] >= tree[i]:
             continue
         lost, length, tip = 0.0, 0, -1
@@ -185,14 +225,7 @@ def _allot(
         if rate * saved > lost:
             chained[i] = True
             kept -= sizes[i] - length
-    min_prob = 0.0
-    if best < num_nodes:
-        cheapest = min(chain.min(), tree.min())
-        min_prob = rate * (cheapest + _price_of_next(forward, best, num_nodes, captured))
-        if best > 0:
-            # Where the price rises steeply after the last node sent, one as likely can pay again.
-            min_prob = min(min_prob, probs[order[best - 1]])
-    return sizes, chained, rate, min_prob
+    return chained
 
 
 @kernel

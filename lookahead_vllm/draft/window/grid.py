@@ -188,29 +188,30 @@ def _append_combs(
             columns = guesses.shape[2] + 1 - filled
             cells[row] = ABSENT
             cells[row, 0, 0] = ROOT
-            for level in range(filled):
-                for column in range(columns):
-                    if level == 0 and column == 0:
-                        continue
-                    parent = cells[row, level - 1, column] if level else cells[row, 0, column - 1]
-                    if parent == ABSENT or level + column > limits.max_depths[tree]:
-                        continue
-                    token = guesses[row, level, column]
-                    here = ABSENT
-                    for node in range(first + parent + 1, end):
-                        if parents[node] == parent and tokens[node] == token:
-                            here = node - first
-                            break
-                    if here == ABSENT:
-                        if end - first == limits.max_nodes[tree]:
-                            continue
-                        here = end - first
-                        tokens[end], parents[end] = token, parent
-                        depths[end], probs[end], sources[end] = level + column, prob, WINDOW
-                        end += 1
-                    cells[row, level, column] = here
+            for cell in range(1, filled * columns):
+                level, column = cell // columns, cell % columns
+                parent = cells[row, level - 1, column] if level else cells[row, 0, column - 1]
+                if parent == ABSENT or level + column > limits.max_depths[tree]:
+                    continue
+                token = guesses[row, level, column]
+                here = _child(tokens[first:end], parents[first:end], parent, token)
+                if here == ABSENT and end - first < limits.max_nodes[tree]:
+                    here = end - first
+                    tokens[end], parents[end] = token, parent
+                    depths[end], probs[end], sources[end] = level + column, prob, WINDOW
+                    end += 1
+                cells[row, level, column] = here
         firsts[tree + 1] = end
     return first_nodes(ForestArrays(tokens, parents, probs, depths, sources, firsts), end)
+
+
+@kernel
+def _child(tokens: Int32s, parents: Int32s, parent: int, token: int) -> int:
+    """The node of a tree with this parent and token, or ABSENT."""
+    for node in range(parent + 1, len(tokens)):
+        if parents[node] == parent and tokens[node] == token:
+            return node
+    return ABSENT
 
 
 @kernel
