@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.cores import share_out
@@ -21,9 +20,6 @@ a line of the prompts:
   {"prompt_token_ids": [1, 9690, ...], "category": "qa"}
   or `prompt` (text) or `messages` (a chat) in place of the ids; the category is optional."""
 
-PLOT_TYPES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps", ".ps")
-"""The endings of names that --plot takes; matplotlib writes files of each of these types."""
-
 
 def positives(text: str) -> list[int]:
     """Numbers of at least 1, separated by commas; duplicates are dropped."""
@@ -31,19 +27,10 @@ def positives(text: str) -> list[int]:
 
 
 def check_outputs(options: argparse.Namespace, error: type[ValueError]) -> None:
-    """Raise `error` if the files of --json and --plot cannot be written after the run."""
-    plot = getattr(options, "plot", None)
-    for path in (options.json, plot, getattr(options, "record", None)):
+    """Raise `error` if the files of --json and --record cannot be written after the run."""
+    for path in (options.json, getattr(options, "record", None)):
         if path:
             check_output(path, error)
-    if plot:
-        if plot.suffix.lower() not in PLOT_TYPES:
-            types = f"{', '.join(PLOT_TYPES[:-1])} or {PLOT_TYPES[-1]}"
-            raise error(f"--plot {plot}: the name must end in {types}")
-        try:
-            version("matplotlib")
-        except PackageNotFoundError:
-            raise error("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def engine_parser(description: str | None, epilog: str, methods: str) -> argparse.ArgumentParser:
@@ -85,7 +72,6 @@ def engine_parser(description: str | None, epilog: str, methods: str) -> argpars
         help="also run this `speculative_config`, as a method of that name (null: plain vLLM); "
         "repeatable",
     )
-    add("--plot", type=Path, metavar="OUT.png", help="draw it there")
     return result
 
 

@@ -6,6 +6,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.learning.priors import main
+from benchmarks.priors import main
 
 sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ EPILOG = f"""\
 examples:
   python scripts/bench.py --model .cache/models/SmolLM2-135M-Instruct \\
       --prompts prompts.jsonl --limit 48 --max-tokens 128 --batch-sizes 1,8 \\
-      --methods none,ngram,suffix,lookahead --check-exact --json out.json --plot out.png
+      --methods none,ngram,suffix,lookahead --check-exact --json out.json
 
   over batch sizes, with ratios accurate to a few percent: the engines of a size take turns
       --batch-sizes 1,2,4,8,16,32,64 --limit 24,24,36,48,96,192,240 --turns 3,3,3,3,3,3,2
@@ -69,7 +69,7 @@ how it measures:
   samples --max-tokens tokens for each prompt: all tokens are equally likely, so that a draft
   token is right with probability 1 over the size of the vocabulary.
   --references gives these methods the lines' `reference_token_ids`, texts from which an answer may
-  copy (the request's `lookahead_reference`); scripts/make_prompts.py makes such lines.
+  copy (the request's `lookahead_reference`).
   --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position: any
   model then gives the recorded answers, and accepts what the model that was recorded would have
   accepted. It works with random weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.

@@ -327,7 +327,7 @@ class Benchmark:
 
 
 def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
-    """Write the JSON of the finished runs, print their tables, and draw the picture."""
+    """Write the JSON of the finished runs, and print their tables."""
     options, rows, meta = benchmark.options, benchmark.rows(), benchmark.meta(argv)
     if not rows:
         return rows
@@ -352,10 +352,6 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
         print(f"\n{sentences}")
     if by_category := category_tables(rows):
         print(f"\n{by_category}")
-    if options.plot and any(row["tokens_per_s"] for row in rows):
-        from benchmarks.engines.plot import plot
-
-        plot(rows, options.plot, f"{Path(options.model).name}, {meta['dtype']}, {meta['cpu']}")
     return rows
 
 

@@ -40,7 +40,7 @@ from benchmarks.serving.arrivals import (
     bench_serve,
     write_requests,
 )
-from benchmarks.serving.latencies import Measured, conclusion, plot, table
+from benchmarks.serving.latencies import Measured, conclusion, table
 from benchmarks.serving.server import ServerError, free_port, serving
 from lookahead_vllm.cli.arguments import positive
 from lookahead_vllm.machine import cpu_name, versions
@@ -48,7 +48,7 @@ from lookahead_vllm.machine import cpu_name, versions
 EPILOG = f"""\
 examples:
   python scripts/bench_serve.py --model .cache/models/SmolLM2-135M-Instruct \\
-      --prompts prompts.jsonl --json out.json --plot out.png
+      --prompts prompts.jsonl --json out.json
 
   a quick look
       --rates 0.5 --seconds 20 --rounds 1 --server-arg=--enforce-eager
@@ -243,7 +243,7 @@ class ServingBenchmark:
 
 
 def report(benchmark: ServingBenchmark, argv: Sequence[str]) -> None:
-    """Print the table of the finished runs; write the JSON and the picture."""
+    """Print the table of the finished runs; write the JSON."""
     options, measured = benchmark.options, benchmark.finished()
     if options.json:
         options.json.write_text(json.dumps(benchmark.content(argv), indent=1) + "\n")
@@ -260,8 +260,6 @@ def report(benchmark: ServingBenchmark, argv: Sequence[str]) -> None:
     print(f"\n{table(measured)}\n")
     for sentence in conclusion(measured):
         print(sentence)
-    if options.plot:
-        plot(measured, options.plot, title)
 
 
 def prepare(options: argparse.Namespace) -> ServingBenchmark:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Literal, TypeAlias
 
-from benchmarks.engines.plot import colours
 from benchmarks.methods import BASELINE
 from benchmarks.serving.arrivals import Latencies
 from benchmarks.tables import with_spread
@@ -105,56 +103,3 @@ def _others(measured: Measured) -> list[str]:
 
 def _cell(runs: Sequence[float], digits: int) -> str:
     return with_spread(statistics.median(runs), runs, digits) if runs else MISSING
-
-
-def plot(measured: Measured, path: Path, title: str) -> None:
-    """Draw TPOT and TTFT, mean and 99th percentile, and tokens/s over the rate, with the spread."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    panels: list[tuple[str, dict[Metric, str]]] = [
-        ("time per output token, ms", {"tpot_mean": "-", "tpot_p99": "--"}),
-        ("time to first token, ms", {"ttft_mean": "-", "ttft_p99": "--"}),
-        ("tokens/s", {"tokens_per_s": "-"}),
-    ]
-    methods = colours(method for rounds in measured.values() for method in rounds)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(13.5, 4), layout="constrained")
-    for axis, (label, lines) in zip(axes, panels, strict=True):
-        for method, colour in methods.items():
-            for metric, style in lines.items():
-                runs = {
-                    rate: values(rounds[method], metric)
-                    for rate, rounds in measured.items()
-                    if rounds.get(method)
-                }
-                if not runs:
-                    continue
-                middle = [statistics.median(one) for one in runs.values()]
-                low = [m - min(one) for m, one in zip(middle, runs.values(), strict=True)]
-                high = [max(one) - m for m, one in zip(middle, runs.values(), strict=True)]
-                axis.errorbar(
-                    list(runs),
-                    middle,
-                    yerr=(low, high),
-                    linestyle=style,
-                    marker="o",
-                    markersize=4,
-                    capsize=2,
-                    elinewidth=1,
-                    color=colour,
-                    label=f"{method}, 99th percentile" if style == "--" else method,
-                )
-        axis.set_xlabel("requests/s")
-        axis.set_ylabel(label)
-        if "first" in label:  # near saturation requests queue
-            axis.set_yscale("log")
-        else:
-            axis.set_ylim(bottom=0)
-        axis.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -38,7 +38,7 @@ a line of the traces:
   {"prompt_token_ids": [1, 9690, ...], "output_token_ids": [504, ...],
    "suite": "spec_bench", "category": "qa", "loops": false, "chains": [...]}
   The last four may be missing. `chains` has what a trained drafter proposed after each output
-  token; scripts/train_drafter.py --chains writes them.
+  token.
 
 a line with a session, for agents and chats:
   {"turns": [{"prompt_token_ids": [...], "output_token_ids": [...]}, ...], "suite": ...}

@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import command_line
-from benchmarks.engines import arguments, fresh_engine
 from benchmarks.engines import compare as bench
-from benchmarks.engines.generate import Generation, Turn, answer, warm_up_prompts
+from benchmarks.engines import fresh_engine
+from benchmarks.engines.generate import Generation, Turn, answer
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
-from benchmarks.tables import turn_table, verdict, verdicts
+from benchmarks.tables import turn_table, verdict
 from lookahead_vllm.simulation.traces import load_traces
 from tests.support.files import jsonl
 
@@ -47,23 +46,6 @@ def row(method: str = "ngram", run: Run | None = DRAFTED, batch_size: int = 1, *
     outcomes = more.pop("outcomes", None) or [Outcome(run, None if run else "it broke")]
     baselines = more.pop("baselines", None) or [PLAIN] * len(outcomes)
     return make_row(method, batch_size, outcomes, baselines, ["qa", "code"], True)
-
-
-def test_ranks_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_line, "CPUS_AT_START", {2, 0, 1})
-
-    def binding(replicas: int, *given: str, tensor_parallel: int = 1) -> str | None:
-        command = ["--model", "m", "--prompts", "p.jsonl", *given]
-        read, config = arguments.parser().parse_args(command), {"parallel": replicas}
-        environment = {
-            **command_line.engine_environment(read),
-            **command_line.rank_environment(read, config, tensor_parallel),
-        }
-        return environment.get("VLLM_CPU_OMP_THREADS_BIND")
-
-    assert binding(1) is None and binding(2) == "0,2|1"
-    assert binding(4) == binding(2, tensor_parallel=2) == "0|1|2|0"
-    assert binding(2, "--threads", "0|1") == "0|1"
 
 
 # Counting.
@@ -109,14 +91,6 @@ def test_a_request_s_steps_are_those_that_emitted_its_tokens_without_its_prefill
     assert first.seconds + second.seconds <= seconds and 0 < full < seconds
 
 
-def test_the_warm_up_shares_nothing_with_the_prompts_and_fills_the_batch() -> None:
-    prompts = [[5] * 40, [6] * 60, [7] * 80]
-    warm_up = warm_up_prompts(prompts, 3, vocabulary=1000)
-    assert len(warm_up) == 4 and {len(prompt) for prompt in warm_up} == {60}
-    assert warm_up == warm_up_prompts(prompts, 3, vocabulary=1000)
-    assert all(prompt[:15] * 4 == prompt for prompt in warm_up)  # four repetitions: drafters draft
-
-
 # Figures.
 
 
@@ -129,14 +103,6 @@ def test_the_figures_of_a_row_are_those_of_their_definitions() -> None:
     assert figures["acceptance_length"] == pytest.approx(1 + 20 / 8)
     assert figures["draft_tokens_per_step"] == pytest.approx(30 / 10)
     assert figures["mismatches"] == 0
-
-
-def test_what_is_not_defined_is_none() -> None:
-    figures = row("none", PLAIN)
-    assert figures["tokens_per_step"] == 1 and figures["ratio"] == 1
-    assert figures["acceptance_length"] is None and figures["draft_tokens_per_step"] == 0
-    alone = row(run=run(generation(1, 0, 1.0), generation(1, 0, 2.0)), baselines=[None])
-    assert alone["ratio"] is alone["mismatches"] is alone["tokens_per_step"] is None
 
 
 def test_a_category_has_a_speed_only_where_requests_ran_alone() -> None:
@@ -156,17 +122,6 @@ def test_rounds_give_the_median_and_the_worst_mismatch() -> None:
     assert figures["by_category"]["qa"]["mismatches"] == 1
     assert figures["by_category"]["code"]["mismatches"] == 0
     assert figures["error"] == "it broke"
-
-
-def test_turns_are_merged_and_have_their_own_ratios() -> None:
-    whole = [generation(11, 10), generation(21, 20), generation(31, 30)]
-    plain = Run([turn(whole[0], whole[2], seconds=10.0, full=6.0), turn(whole[1], seconds=5.0)])
-    drafted = Run([turn(whole[0], whole[2], seconds=5.0), turn(whole[1], seconds=5.0)])
-    assert plain.generations == whole and plain.seconds == 15 and plain.full == 0.4
-    figures = make_row("ngram", 8, [Outcome(drafted)], [plain], ["qa"] * 3, True)
-    assert figures["ratio"] == 1.5 and figures["ratio_runs"] == [2, 1]
-    assert figures["tokens_per_s_runs"] == [42 / 5, 21 / 5]
-    assert figures["tokens_per_step_runs"] == [1, 1]
 
 
 def test_turns_have_a_mean_and_its_standard_error() -> None:
@@ -208,18 +163,6 @@ def test_the_answers_of_the_first_run_are_recorded(tmp_path: Path) -> None:
 )
 def test_a_verdict_is_as_certain_as_the_turns_allow(ratios: list[float], expected: str) -> None:
     assert verdict(ratios) == expected
-
-
-def test_lookahead_is_compared_with_each_method_of_its_batch_size() -> None:
-    def turns(method: str, *seconds: float, size: int = 1) -> Row:
-        steps = [turn(generation(21, 20, seconds=s), seconds=s) for s in seconds]
-        return make_row(method, size, [Outcome(Run(steps))], [None], ["qa"] * 3, False)
-
-    rows = [
-        *(turns("suffix", 2.0, 4.0, 4.0), turns("lookahead", 1.0, 2.0, 2.0)),
-        turns("ngram", 2.0, 4.0, 4.0, size=8),
-    ]
-    assert verdicts(rows) == "lookahead over suffix, batch 1: 2.00 ± 0.00, ahead"
 
 
 # Runs.
@@ -284,20 +227,6 @@ def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunBenchma
         return FakeEngine.log, json.loads(out.read_text())
 
     return run
-
-
-def test_engines_run_one_at_a_time_and_rounds_alternate_their_order(
-    run_benchmark: RunBenchmark,
-) -> None:
-    log, written = run_benchmark(
-        "--methods", "none,ngram", "--batch-sizes", "1,2",
-        "--limit", "1,2", "--repeat", "2",
-    )  # fmt: skip
-    assert log == [
-        "none 1: [0] of 1", "ngram 1: [0] of 1", "none 2: [0, 1] of 1", "ngram 2: [0, 1] of 1",
-        "ngram 1: [0] of 1", "none 1: [0] of 1", "ngram 2: [0, 1] of 1", "none 2: [0, 1] of 1",
-    ]  # fmt: skip
-    assert [row["prompts"] for row in written["rows"]] == [1, 1, 2, 2]
 
 
 def test_one_engine_answers_all_batch_sizes(run_benchmark: RunBenchmark) -> None:

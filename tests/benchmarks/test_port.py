@@ -74,31 +74,6 @@ def test_what_is_replaced_or_imported_is_compared(
     assert problem in compare.problems(tmp_path)
 
 
-def test_a_name_that_is_only_read_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, root = "num_computed_tokens_np", Path("another release")
-    words = {PACKAGE: {name, "other"}, root / "vllm": {"other"}}
-    monkeypatch.setattr(compare, "_all_words", words.__getitem__)
-    problem = next(p for p in compare.problems(root) if p.startswith("nothing is called"))
-    assert problem.startswith(f"nothing is called {name} any more, which engine/model_runner/")
-
-
-def test_a_seam_of_one_release_is_not_required_of_others(tmp_path: Path) -> None:
-    chat = tmp_path / "vllm/entrypoints/openai/chat_completion/serving.py"
-    chat.parent.mkdir(parents=True)
-    chat.write_text("class OpenAIServingChat: ...\n")
-    name = "OpenAIServingChat.chat_completion_stream_generator"
-    for version, ending in (("0.32.4", ""), ("0.33.0", "_raw")):
-        (tmp_path / "vllm/_version.py").write_text(f"__version__ = v = '{version}'\n")
-        found = [problem for problem in compare.problems(tmp_path) if name in problem]
-        assert [problem.rpartition(" ")[2] for problem in found] == [name + ending]
-
-
-def test_imports_in_subfolders_are_found(tmp_path: Path) -> None:
-    (tmp_path / "worker" / "inner").mkdir(parents=True)
-    (tmp_path / "worker" / "inner" / "runner.py").write_text("from vllm.v1.outputs import X\n")
-    assert compare._imported(tmp_path) == {("vllm.v1.outputs", "X")}
-
-
 # ---- the table -----------------------------------------------------------------------------------
 
 

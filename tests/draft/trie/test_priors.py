@@ -5,11 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.learning.priors import save
+from benchmarks import priors as learning
+from benchmarks.priors import save
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, NUM_RATES, TRIALS, AcceptanceRate
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from tests.support.files import jsonl
 
 
 def test_the_packages_priors_are_a_proposers_first_rates():
@@ -40,6 +42,17 @@ def test_rates_with_enough_trials_are_saved(tmp_path):
     rate = AcceptanceRate(loaded)
     assert rate.rates[7] == pytest.approx(math.log(3))
     assert math.isnan(rate.rates[-1])
+
+
+def test_the_script_learns_what_a_trie_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(learning, "PART_TOKENS", 500)
+    rng = np.random.default_rng(0)
+    phrases = rng.integers(3, 2000, (20, 12))  # the texts repeat themselves
+    texts = [[phrases[rng.integers(0, 20, 15)].ravel().tolist() for _ in "ab"] for _ in range(6)]
+    lines = ({"prompt_token_ids": a, "output_token_ids": b} for a, b in texts)
+    traces, out = jsonl(tmp_path / "a.jsonl", *lines), tmp_path / "priors.npz"
+    assert learning.main(["--traces", str(traces), "--out", str(out)]) == 0
+    assert len(priors.load(NUM_RATES, out).indices) > 20
 
 
 def test_priors_of_another_layout_are_refused(tmp_path):

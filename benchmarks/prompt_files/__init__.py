@@ -1,1 +1,0 @@
-"""Files of prompts with recorded answers for loads that recordings lack."""
