@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.engines.rows import Figures, Row, mean_and_error, median_figures
+from benchmarks.engines.rows import NO_FIGURES, Figures, Row, mean_and_error
 from lookahead_vllm.simulation.markdown import MISSING, markdown, number
-
-NO_FIGURES = median_figures([])
-"""The figures of a category without prompts."""
 
 
 def with_spread(value: float | None, runs: Sequence[float], digits: int) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -79,53 +77,3 @@ def test_an_unsafe_or_unwritable_folder_is_not_used(
     monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(directory.parent))
     assert kernel_folder.cache_dir() == directory and set(caplog.messages) == {warning}
     kernel_folder.shutil.rmtree(directory.parent)
-
-
-LOOKS = """
-import logging, sys
-logging.basicConfig(format="WARNED %(message)s", stream=sys.stdout)
-from lookahead_vllm.kernel_folder import cache_dir
-print("DONE", cache_dir())
-"""
-
-
-def run(code: str, folder: Path | str, *prefix: str, **changes: str) -> tuple[list[str], Path]:
-    """Run `code` in a new process; returns its warnings and the folder that it used."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "LOOKAHEAD_VLLM_CACHE": str(folder), **changes}
-    command = [*prefix, sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, cwd="/")
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    (used,) = (Path(line.split()[1]) for line in lines if line.startswith("DONE"))
-    return [line for line in lines if line.startswith("WARNED")], used
-
-
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "full"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", str(folder)],
-        capture_output=True,
-    )
-    if mounted.returncode:
-        pytest.skip("a small disk cannot be mounted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_is_not_used(full_disk: Path) -> None:
-    (full_disk / "rest").write_bytes(bytes(240 << 10))
-    warnings, used = run(LOOKS, full_disk)
-    assert len(warnings) == 1 and full_disk not in used.parents
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
-def test_a_user_without_home_gets_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is removed when the process ends."""
-    monkeypatch.delenv("HOME", raising=False)
-    unknown = ("setpriv", "--reuid=54321", "--clear-groups")
-    (warning,), used = run(LOOKS, "", *unknown, XDG_CACHE_HOME="")
-    assert "home directory" in warning and not used.exists()

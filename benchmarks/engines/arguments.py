@@ -38,7 +38,7 @@ columns:
                still run, so large batches need many prompts (--limit), at least twice the batch
                size in each turn
   tokens/s     emitted tokens over wall time, prefills included, start-up not
-  ratio        tokens/s over plain vLLM's (`none`) in the same round
+  ratio        tokens/s over plain vLLM's (`none`)
   steps        decode steps of a request, summed over the requests
   tokens/step  tokens that decode steps emitted over `steps`, drafted or not (the papers' EDL
                and S); plain vLLM has 1.00
@@ -54,11 +54,10 @@ how it measures:
   drafters and no prefix caching; a method that fails is reported, and the others go on. The
   engine runs as vLLM starts it (its core in a separate process). All prompts are queued in
   file order, and `batch size` of them run at any time. Decoding is greedy and stops at the
-  end of sequence. A warm-up with other content comes first. With --repeat, rounds are
-  interleaved; the table shows medians and, in brackets, the smallest and largest.
+  end of sequence. A warm-up with other content comes first.
   --turns N removes drift from the ratios, and needs no more starts: the engines of one batch
   size live at the same time, and take turns with one N-th of the prompts (every N-th line),
-  in alternating order. The brackets then span the turns, whose prompts differ. A second table has
+  in alternating order. Brackets span the turns, whose prompts differ. A second table has
   the means over the turns and their standard errors. Below it, a line for each other method says
   whether `lookahead` is ahead, level or behind (the 95% interval over the turns). All engines
   need memory at once, and each waiting engine takes 1 to 2 % of a core: the same for all methods,
@@ -95,7 +94,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="N[,M]",
         help="take N prompts, spread evenly over the categories; or one N for each batch size",
     )
-    add("--repeat", type=positive, default=1, metavar="N", help="rounds (default: 1)")
     add(
         "--turns",
         type=limits,

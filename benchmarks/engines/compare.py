@@ -149,34 +149,30 @@ class Benchmark:
             self.environment[PLAIN_V2] = "1"
         if options.target_guided:
             self.environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions to the worker
-        self.outcomes: dict[tuple[str, int], dict[int, Outcome]] = {
-            (method, size): {} for size in prompts for method in methods
-        }
+        self.outcomes: dict[tuple[str, int], Outcome] = {}
+        """By method and batch size, of those that have run."""
         self.logs = Path(tempfile.mkdtemp(prefix="lookahead-bench-"))
 
     def run(self) -> None:
-        """Run every method at every batch size, round by round."""
-        for number in range(self.options.repeat):
-            methods = [*self.methods][:: -1 if number % 2 else 1]
-            batches = [[*self.prompts]] if self.options.one_engine else [[s] for s in self.prompts]
-            for sizes in batches:
-                together = any(self.turns[size] > 1 for size in sizes)
-                for group in [methods] if together else [[method] for method in methods]:
-                    self._run_group(group, sizes, number)
+        """Run every method at every batch size."""
+        methods = [*self.methods]
+        batches = [[*self.prompts]] if self.options.one_engine else [[s] for s in self.prompts]
+        for sizes in batches:
+            together = any(self.turns[size] > 1 for size in sizes)
+            for group in [methods] if together else [[method] for method in methods]:
+                self._run_group(group, sizes)
 
-    def _run_group(self, methods: list[str], sizes: Sequence[int], number: int) -> None:
+    def _run_group(self, methods: list[str], sizes: Sequence[int]) -> None:
         """Start the engines of these methods, and let them take turns with the prompts of each
         batch size."""
         name = f"batch {', '.join(map(str, sizes))}"
-        if self.options.repeat > 1:
-            name += f", round {number + 1}/{self.options.repeat}"
         count = sum(len(self.prompts[size]) for size in sizes)
         bar_format = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}, {remaining} left"
         engines: dict[str, FreshEngine] = {}
-        logs = {method: self._log(method, sizes[0], number) for method in methods}
+        logs = {method: self._log(method, sizes[0]) for method in methods}
         with ExitStack() as stack, tqdm(total=count * len(methods), bar_format=bar_format) as bar:
             for method in methods:
-                with self._recording_failure(method, sizes, number, logs[method]):
+                with self._recording_failure(method, sizes, logs[method]):
                     progress = Progress(bar, f"{method}, {name}")
                     engine = self._engine(method, sizes, logs[method], progress)
                     engines[method] = stack.enter_context(engine)
@@ -188,14 +184,14 @@ class Benchmark:
                 for part in range(self.turns[size]):
                     chosen = list(range(first + part, end, self.turns[size]))
                     for method in methods[:: -1 if part % 2 else 1]:
-                        if number in self.outcomes[method, size]:  # it has failed
+                        if (method, size) in self.outcomes:  # it has failed
                             continue
-                        with self._recording_failure(method, [size], number, logs[method]):
+                        with self._recording_failure(method, [size], logs[method]):
                             question = {"prompts": chosen, "batch_size": size}
                             turns[method].append(Turn.read(engines[method].ask(question)))
                 for method, engine in engines.items():
                     run = Run(turns[method], engine.bound_cores())
-                    self.outcomes[method, size].setdefault(number, Outcome(run))
+                    self.outcomes.setdefault((method, size), Outcome(run))
                 first = end
 
     def _engine(
@@ -226,19 +222,17 @@ class Benchmark:
         }
         return FreshEngine(generate.__name__, asdict(job), environment, log, progress.show)
 
-    def _log(self, method: str, size: int, number: int) -> Path:
-        return self.logs / f"{method}-{size}-{number}.log".replace("/", "_")
+    def _log(self, method: str, size: int) -> Path:
+        return self.logs / f"{method}-{size}.log".replace("/", "_")
 
     @contextmanager
-    def _recording_failure(
-        self, method: str, sizes: Sequence[int], number: int, log: Path
-    ) -> Iterator[None]:
+    def _recording_failure(self, method: str, sizes: Sequence[int], log: Path) -> Iterator[None]:
         """Catch RunFailed, print it with the end of the log, and make it the method's outcome."""
         try:
             yield
         except RunFailed as error:
             for size in sizes:
-                self.outcomes[method, size][number] = Outcome(error=str(error))
+                self.outcomes[method, size] = Outcome(error=str(error))
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
             print(
                 f"\n{method}, batch {', '.join(map(str, sizes))} failed: {error}\n"
@@ -247,22 +241,20 @@ class Benchmark:
             )
 
     def rows(self) -> list[Row]:
-        """A row for every method and batch size with at least one outcome."""
+        """A row for every method and batch size that has run."""
         result = []
-        for (method, size), rounds in self.outcomes.items():
-            plain = self.outcomes.get((BASELINE, size), {})
-            baselines = [plain[number].run if number in plain else None for number in rounds]
-            if rounds:
-                outcomes = list(rounds.values())
-                categories = [prompt.category for prompt in self.prompts[size]]
-                exact = self.options.check_exact
-                result.append(make_row(method, size, outcomes, baselines, categories, exact))
+        for size, prompts in self.prompts.items():
+            categories = [prompt.category for prompt in prompts]
+            plain = self.outcomes.get((BASELINE, size), Outcome()).run
+            for method in self.methods:
+                if outcome := self.outcomes.get((method, size)):
+                    exact = self.options.check_exact
+                    result.append(make_row(method, size, outcome, plain, categories, exact))
         return result
 
     def meta(self, argv: Sequence[str]) -> dict[str, Any]:
         """Machine, versions, options and prompts: what is needed to repeat the benchmark."""
-        outcomes = self._all_outcomes()
-        run = next((outcome.run for outcome in outcomes if outcome.run), None)
+        run = next((outcome.run for outcome in self.outcomes.values() if outcome.run), None)
         inherited = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "OMP_", "KMP_"))}
         preloaded = self.environment.get("LD_PRELOAD", "").split(":")
         return {
@@ -289,20 +281,18 @@ class Benchmark:
             "target_guided": self.options.target_guided,
             "references": self.options.references,
             "max_tokens": self.options.max_tokens,
-            "rounds": self.options.repeat,
             "turns": self.turns,
             "methods": self.methods,
             "engine_args": self.args,
             "method_args": self.method_args,
             "argv": list(argv),
-            "complete": len(outcomes) == len(self.outcomes) * self.options.repeat,
+            "complete": len(self.outcomes) == len(self.methods) * len(self.prompts),
         }
 
     def traces(self) -> list[dict[str, Any]]:
         """The answers of the first run that has some, as `lookahead-vllm simulate` reads them."""
-        for (_, size), rounds in self.outcomes.items():
-            run = next((outcome.run for outcome in rounds.values() if outcome.run), None)
-            if run is not None:
+        for (_, size), outcome in self.outcomes.items():
+            if (run := outcome.run) is not None:
                 parts = len(run.turns)
                 return [
                     {
@@ -317,12 +307,9 @@ class Benchmark:
                 ]
         return []
 
-    def _all_outcomes(self) -> list[Outcome]:
-        return [outcome for rounds in self.outcomes.values() for outcome in rounds.values()]
-
     def clean_up(self) -> None:
         """Delete the logs unless a run failed."""
-        if not any(outcome.error for outcome in self._all_outcomes()):
+        if not any(outcome.error for outcome in self.outcomes.values()):
             shutil.rmtree(self.logs, ignore_errors=True)
 
 

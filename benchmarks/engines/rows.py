@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
@@ -17,7 +17,7 @@ class Figures(TypedDict):
     tokens_per_s
         Emitted tokens over wall time, prefills included. For a category, only at batch size 1.
     ratio
-        `tokens_per_s` over that of plain vLLM, measured in the same round.
+        `tokens_per_s` over that of plain vLLM.
     steps
         Decode steps of a request, summed over the requests.
     tokens_per_step
@@ -28,7 +28,7 @@ class Figures(TypedDict):
     draft_tokens_per_step
         Draft tokens that were verified, over `steps`.
     mismatches
-        Prompts whose token ids differ from plain vLLM's; the largest count of all rounds.
+        Prompts whose token ids differ from plain vLLM's.
     """
 
     tokens: int | None
@@ -42,14 +42,14 @@ class Figures(TypedDict):
 
 
 class Row(Figures):
-    """The figures of a method at a batch size: medians over the rounds.
+    """The figures of a method at a batch size.
 
     prompts
         Their number.
     full
         The share of the time in which the batch was full; at the end of a turn it empties.
     tokens_per_s_runs, ratio_runs, tokens_per_step_runs
-        The figure in each turn of each round.
+        The figure in each turn.
     """
 
     method: str
@@ -65,7 +65,7 @@ class Row(Figures):
 
 @dataclass(frozen=True)
 class Run:
-    """A method's work at a batch size in one round.
+    """A method's work at a batch size.
 
     Turn k of K answered every K-th prompt, from the k-th on.
     """
@@ -94,67 +94,66 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one method in one round: a run, or the reason of its failure."""
+    """The result of one method: a run, or the reason of its failure."""
 
     run: Run | None = None
     error: str | None = None
 
 
+NO_FIGURES: Figures = {
+    "tokens": None,
+    "tokens_per_s": None,
+    "ratio": None,
+    "steps": None,
+    "tokens_per_step": None,
+    "acceptance_length": None,
+    "draft_tokens_per_step": None,
+    "mismatches": None,
+}
+"""Of a run that failed, or of a category without prompts."""
+
+
 def make_row(
     method: str,
     batch_size: int,
-    outcomes: Sequence[Outcome],
-    baselines: Sequence[Run | None],
+    outcome: Outcome,
+    baseline: Run | None,
     categories: Sequence[str],
     check_exact: bool,
 ) -> Row:
-    """Sum up all rounds of a method at a batch size.
+    """Sum up the outcome of a method at a batch size.
 
     Parameters
     ----------
-    outcomes : sequence of Outcome
-        One for each round.
-    baselines : sequence of Run or None
-        Plain vLLM's run in the same rounds.
+    baseline : Run or None
+        Plain vLLM's run.
     categories : sequence of str
         The category of each prompt.
     check_exact : bool
         Whether to count the answers that differ from the baseline's.
     """
-    rounds = [
-        (outcome.run, baseline)
-        for outcome, baseline in zip(outcomes, baselines, strict=True)
-        if outcome.run is not None
-    ]
+    run = outcome.run
+    turns = run.turns if run else []
 
-    def by_round(chosen: Sequence[int]) -> list[Figures]:
-        return [figures(run, baseline, chosen, batch_size, check_exact) for run, baseline in rounds]
+    def of(chosen: Sequence[int]) -> Figures:
+        return figures(run, baseline, chosen, batch_size, check_exact) if run else NO_FIGURES
 
-    all_prompts = by_round(range(len(categories)))
     names = dict.fromkeys(categories)
     members = {name: [i for i, c in enumerate(categories) if c == name] for name in names}
-    errors = [outcome.error for outcome in outcomes if outcome.error]
+    plain = [_speed(turn) for turn in baseline.turns] if baseline else []
+    speeds = [_speed(turn) for turn in turns]
+    lengths = [tokens_per_step(turn.generations) for turn in turns]
     return {
         "method": method,
         "batch_size": batch_size,
         "prompts": len(categories),
-        "full": _median(run.full for run, _ in rounds),
-        **median_figures(all_prompts),
-        "by_category": {name: median_figures(by_round(chosen)) for name, chosen in members.items()},
-        "tokens_per_s_runs": [_speed(turn) for run, _ in rounds for turn in run.turns],
-        "ratio_runs": [
-            _speed(turn) / _speed(plain)
-            for run, baseline in rounds
-            if baseline
-            for turn, plain in zip(run.turns, baseline.turns, strict=True)
-        ],
-        "tokens_per_step_runs": [
-            length
-            for run, _ in rounds
-            for turn in run.turns
-            if (length := tokens_per_step(turn.generations)) is not None
-        ],
-        "error": errors[0] if errors else None,
+        "full": run.full if run else None,
+        **of(range(len(categories))),
+        "by_category": {name: of(chosen) for name, chosen in members.items()},
+        "tokens_per_s_runs": speeds,
+        "ratio_runs": [ours / theirs for ours, theirs in zip(speeds, plain, strict=False)],
+        "tokens_per_step_runs": [length for length in lengths if length is not None],
+        "error": outcome.error,
     }
 
 
@@ -218,33 +217,3 @@ def tokens_per_s(run: Run, chosen: Sequence[int], batch_size: int) -> float | No
 
 def _speed(turn: Turn) -> float:
     return sum(len(generation.token_ids) for generation in turn.generations) / turn.seconds
-
-
-def median_figures(rounds: Sequence[Figures]) -> Figures:
-    """The median of each figure; the largest of the mismatches."""
-    return {
-        "tokens": _median_int(f["tokens"] for f in rounds),
-        "tokens_per_s": _median(f["tokens_per_s"] for f in rounds),
-        "ratio": _median(f["ratio"] for f in rounds),
-        "steps": _median_int(f["steps"] for f in rounds),
-        "tokens_per_step": _median(f["tokens_per_step"] for f in rounds),
-        "acceptance_length": _median(f["acceptance_length"] for f in rounds),
-        "draft_tokens_per_step": _median(f["draft_tokens_per_step"] for f in rounds),
-        "mismatches": max(
-            (f["mismatches"] for f in rounds if f["mismatches"] is not None), default=None
-        ),
-    }
-
-
-def _present(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    present = _present(values)
-    return statistics.median(present) if present else None
-
-
-def _median_int(values: Iterable[int | None]) -> int | None:
-    present = [value for value in values if value is not None]
-    return statistics.median_low(present) if present else None

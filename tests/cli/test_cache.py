@@ -18,7 +18,7 @@ from vllm.renderers.chat_utils import parse_chat_messages
 from vllm.renderers.hf import safe_apply_chat_template
 
 from lookahead_vllm.cli import cache as command
-from lookahead_vllm.cli.cache import main, make_proposer, restored
+from lookahead_vllm.cli.cache import main, make_proposer
 from lookahead_vllm.cli.main import main as main_command
 from lookahead_vllm.cli.server_renderer import ServerRenderer
 from lookahead_vllm.draft.cache import file as cache_file
@@ -27,7 +27,6 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from tests.support.smollm2 import SMOLLM2
 from tests.support.tokenizer import save_tokenizer
 
 WORDS = ["[UNK]", "<user>", "<bot>", "<end>", *(f"w{i}" for i in range(60))]
@@ -213,21 +212,6 @@ def test_an_answer_is_the_end_of_the_chat_that_vllm_renders(
     assert rendered_by_vllm(renderer, messages, add_generation_prompt=False)[-len(ids) :] == ids
 
 
-@pytest.mark.parametrize(
-    ("answer", "learned"),
-    [
-        ({"content": None, "refusal": "no"}, "</s>\n"),
-        ({"content": "so", "reasoning_content": "hm"}, "hm, so</s>\n"),
-    ],
-)
-def test_null_is_empty_and_reasoning_may_have_its_older_name(
-    answer: Any, learned: str, tmp_path: Path, chat_models: dict[str, ServerRenderer]
-) -> None:
-    messages = [{"role": "user", "content": "one"}, {"role": "assistant", **answer}]
-    ((_, ids),) = texts(write(tmp_path / "a.jsonl", {"messages": messages}), chat_models["plain"])
-    assert chat_models["plain"].tokenizer.decode(ids) == learned
-
-
 def rendered_by_vllm(
     renderer: ServerRenderer, messages: list[Any], add_generation_prompt: bool
 ) -> list[int]:
@@ -308,23 +292,6 @@ def test_a_misspelt_model_is_told_before_anything_is_loaded(
         assert f"--model: {model} is no folder" in error and reason in error
 
 
-@pytest.mark.parametrize("last", ["{bad", '{"text": 3}', '{"messages": [3]}'])
-def test_a_bad_last_line_is_told_before_anything_is_loaded(
-    last: str,
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(command, "load_renderer", pytest.fail)
-    path = write(tmp_path / "a.jsonl", {"text": "w1"}, chat("w1", "w2"))
-    with path.open("a") as file:
-        file.write(last)
-    with pytest.raises(SystemExit):
-        main(["build", "--model", str(model), "--texts", str(path), "--out", str(tmp_path / "c")])
-    assert f"{path}, line 3: " in capsys.readouterr().err.splitlines()[-1]
-
-
 def drafted(cache: Path, tokenizer: Any, output: str, namespace: str = "") -> list[int]:
     """The first branch that a server with this file drafts after `output`, in its first request."""
     arrays, facts = cache_file.load(cache, cache_file.fingerprint(tokenizer.get_vocab()))
@@ -366,18 +333,6 @@ def test_prompts_are_inserted_whole(
         1104,
         1105,
     ]
-
-
-def test_the_summary_counts_tokens_and_ngrams(
-    cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache.unlink()
-    options = ["--texts", str(cache.with_name("a.txt")), "--out", str(cache)]
-    assert main(["build", "--model", str(model), *options, "--max-nodes", "8192"]) == 0
-    printed = capsys.readouterr().out
-    assert "20 tokens of 1 texts learned in" in printed and "n-grams of at most 8192" in printed
-    assert "pruned" not in printed
-    assert cache.stat().st_mode & 0o777 == 0o600
 
 
 def test_add_extends_the_file_and_keeps_its_ngrams(
@@ -461,10 +416,7 @@ def test_a_wrong_command_line_gets_one_sentence(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a, f: f.update(suffixes=[1, 2]), "it holds n-grams of other lengths"),
         (lambda a, f: f.update(share="odd"), "it was made with options that this release"),
-        (lambda a, f: a.update(edges=a["edges"].astype(float)), "its edges are (dtype('float64')"),
-        (lambda a, f: a.pop("trials"), "its trials are None, where"),
         (lambda a, f: a.pop("edges"), "its edges are missing"),
     ],
 )
@@ -494,17 +446,6 @@ def test_a_file_that_does_not_fit_this_release_gets_one_sentence(
     assert f"error: {cache}: it" in error_line and message in error_line
 
 
-def test_info_prints_names_that_cannot_be_encoded(
-    cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arrays, facts = cache_file.load(cache)
-    cache_file.save(cache, arrays, {**facts, "namespaces": {"\ud800": 1}}, "a\udfffb")
-    capsys.readouterr()
-    assert main_command(["cache", "info", str(cache)]) == 0
-    printed = capsys.readouterr().out
-    assert r"tokenizer   a\udfffb" in printed and r"\ud800" in printed
-
-
 def test_ctrl_c_writes_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,22 +459,3 @@ def test_ctrl_c_writes_nothing(
     options = ["--texts", str(tmp_path / "a.txt"), "--out", str(tmp_path / "c")]
     assert main_command(["cache", "build", "--model", str(model), *options]) == 130
     assert os.listdir(tmp_path) == ["a.txt"]
-
-
-@pytest.mark.model
-def test_a_real_tokenizers_chats_and_documents(tmp_path: Path) -> None:
-    chat = [
-        {"role": "user", "content": "What is the capital of France?"},
-        {"role": "assistant", "content": "The capital of France is Paris."},
-    ]
-    path = write(tmp_path / "a.jsonl", *[{"messages": chat}] * 3, {"text": "Paris is a city. " * 9})
-    out = tmp_path / "warm.cache"
-    given = ["build", "--model", str(SMOLLM2), "--max-nodes", "65536"]
-    assert main([*given, "--texts", str(path), "--out", str(out)]) == 0
-    tokenizer = ServerRenderer(str(SMOLLM2)).tokenizer
-    arrays, facts = cache_file.load(out, cache_file.fingerprint(tokenizer.get_vocab()))
-    proposer = restored(arrays, facts)
-    proposer.start("r", [])
-    read(proposer, {"r": tokenizer.encode("The capital of")})
-    (tree,) = draft_trees(proposer, [DraftLimits("r", 16, 16, may_branch=False)])
-    assert tokenizer.decode(tree.tokens).startswith(" France is Paris.<|im_end|>")

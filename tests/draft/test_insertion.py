@@ -109,12 +109,3 @@ def test_the_texts_of_an_ended_request_are_dropped():
     queue.seconds = math.inf
     queue.work()
     assert not clock.inserted
-
-
-def test_the_parts_add_up_to_the_text():
-    queue, parts = InsertionQueue(), []
-    queue.seconds = math.inf
-    text = np.arange(3 * CHUNK_TOKENS + 5, dtype=np.int32)
-    queue.add("r", parts.append, text)
-    queue.work()
-    np.testing.assert_array_equal(np.concatenate(parts), text)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numba.core.dispatcher
 import pytest
 
 import lookahead_vllm
@@ -21,21 +20,6 @@ def test_every_module_with_a_kernel_is_hashed() -> None:
     with_kernel = [p for p in PACKAGE.rglob("*.py") if "\n@kernel\n" in p.read_text()]
     assert len(with_kernel) > 8
     assert set(with_kernel) <= set(hashed)
-
-
-@pytest.mark.parametrize("name", ["draft/tree.py", "draft/trie/table.py", "verify/a/cpu.py"])
-def test_modules_in_subfolders_are_hashed(tmp_path: Path, name: str) -> None:
-    source = tmp_path / name
-    source.parent.mkdir(parents=True)
-    source.write_text("")
-    assert sources_of_kernels(tmp_path) == [source]
-
-
-def test_a_compiled_kernel_is_cached_in_the_folder_named_by_the_hash() -> None:
-    from lookahead_vllm.draft.tree import take_nodes
-
-    assert isinstance(take_nodes, numba.core.dispatcher.Dispatcher)
-    assert str(take_nodes._cache.cache_path).startswith(jit._folder())
 
 
 def _twice(number: int) -> int:

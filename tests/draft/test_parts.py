@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.parts import cut_into_parts
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.window.shape import WindowShape
 
 
 @st.composite
@@ -83,39 +81,3 @@ def test_branches_that_share_only_the_root_are_divided_evenly() -> None:
     parts = cut_into_parts(DraftForest.of([chains]), 4)
     assert parts.contains.sum(axis=1).tolist() == [3, 3, 3, 3]
     assert parts.owners.tolist() == sorted([0, 1, 2, 3] * 3)
-
-
-@pytest.mark.parametrize("num_parts", [2, 4, 8])
-def test_the_parts_of_a_comb_are_no_larger_than_the_papers(num_parts: int) -> None:
-    """W = G = 15 and N = 5: level 0, three cells below each column, candidates of four tokens."""
-    width, size, guesses = 15, 5, 15
-    parents = list(range(-1, width - 2))
-    for column in range(width):
-        parents += [column - 1, *range(len(parents), len(parents) + size - 3)]
-    for _ in range(guesses):
-        parents += [-1, *range(len(parents), len(parents) + size - 2)]
-    assert len(parents) == WindowShape(width, size).nodes + guesses * (size - 1)
-    forest = DraftForest.of([DraftTree.from_lists(range(len(parents)), parents)])
-    largest = cut_into_parts(forest, num_parts).contains.sum(axis=1).max()
-    columns, candidates = -(-width // num_parts), -(-guesses // num_parts)
-    assert largest <= width - 1 + (size - 2) * columns + (size - 1) * candidates
-
-
-@settings(deadline=None)
-@given(forests(), st.data())
-def test_a_part_is_a_forest_of_its_own(forest: DraftForest, data: st.DataObject) -> None:
-    parts = cut_into_parts(forest, data.draw(st.integers(1, 3)))
-    for contains in parts.contains:
-        part = forest.keep(contains)
-        assert len(part) == len(forest)
-        nodes = iter(np.flatnonzero(contains).tolist())
-        for i, (tree, kept) in enumerate(zip(forest, part, strict=True)):
-            DraftTree(kept.tokens, kept.parents, kept.probs)  # checks the order
-            own = [next(nodes) for _ in range(len(kept))]
-            for place, node in enumerate(own):
-                old = node - int(forest.firsts[i])
-                assert kept.tokens[place] == tree.tokens[old]
-                assert kept.depths[place] == tree.depths[old]
-                parent = int(tree.parents[old])
-                place_of_parent = own.index(parent + int(forest.firsts[i])) if parent >= 0 else -1
-                assert kept.parents[place] == place_of_parent

@@ -22,7 +22,6 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import grammar
 from lookahead_vllm.engine.grammar import GrammarDraft, GrammarTreeWalk
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from tests.support.driving import drafter_of, engine, generate, random_prompts
@@ -180,32 +179,6 @@ class _Request:
         return len(self.all_token_ids)
 
 
-@pytest.mark.usefixtures("compiled_at_once")
-def test_only_what_may_be_drafted_is_encoded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[str] = []
-    original = grammar._encoded
-
-    def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-        encoded.append(text)
-        return original(tokenizer, text)
-
-    monkeypatch.setattr(grammar, "_encoded", encode)
-    schema = {"const": "".join(chr(97 + i * i % 26) for i in range(2000))}
-    params = [
-        under({"json": schema}, None, extra_args=extra)
-        for extra in (None, {"lookahead": {"enabled": False}})
-    ]
-    prompts = random_prompts(2, 30, seed=5)
-    with engine(llama, skip_tokenizer_init=False) as plain:
-        vanilla = generate(plain, prompts, params[:1] * 2)
-    lookahead = {"proposer": "recorder", "num_speculative_tokens": 8}  # drafts nothing itself
-    with engine(llama, lookahead, skip_tokenizer_init=False) as llm:
-        assert generate(llm, prompts[1:], params[1:]) == vanilla[1:]
-        assert not encoded  # without drafts, nothing is dictated
-        assert generate(llm, prompts[:1], params[:1]) == vanilla[:1]
-    assert encoded and max(map(len, encoded)) <= 8 * grammar.MAX_TOKEN_LENGTH
-
-
 NON_ASCII = {
     "key": ('root ::= "{\\"姓名\\": \\"" [a-z]* "\\"}"', '{"姓名": "ab"}'),
     "one text": ('root ::= "🧿 yes"', "🧿 yes"),
@@ -309,24 +282,6 @@ def test_a_draft_may_end_inside_a_character(backend: str, case: str) -> None:
             assert draft.tree.tokens.tolist()[: leaf - root] == tokens[root:leaf]
             _check(request, draft)
             assert request.allowed() == before
-        request.emit(tokens[root : root + 1])
-
-
-def test_text_is_dictated_up_to_characters_that_begin_with_the_same_bytes() -> None:
-    request = _Constrained("xgrammar", 'root ::= "yes 饕餮" | "yes 饕餕"')
-    assert _smollm2().decode(request.walk().run().tree.tokens) == "yes 饕"
-
-
-def test_a_text_of_several_tokens_a_character_is_dictated_between_characters() -> None:
-    text = "".join("饕餮名 of"[i * i % 6] for i in range(60))
-    tokens = _smollm2().encode(text, add_special_tokens=False)
-    request = _Constrained("xgrammar", f'root ::= "{text}"')
-    for root in range(60):
-        for length in (0, 1, 2):
-            chain = tokens[root : root + length]
-            drafted = request.walk(chain, 12).run().tree.tokens.tolist()
-            if not _smollm2().decode(tokens[: root + length]).endswith("\N{REPLACEMENT CHARACTER}"):
-                assert drafted == tokens[root : root + 12]
         request.emit(tokens[root : root + 1])
 
 

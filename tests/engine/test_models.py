@@ -72,17 +72,6 @@ def test_every_architecture_gives_plain_vllms_output(name: str, tmp_path: Path) 
         assert [generate(llm, [p])[0] for p in PROMPTS[:3]] == vanilla[:3]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_alternating", "deepseek_v2"])
-def test_drafts_from_learned_answers_keep_the_output(name: str, tmp_path: Path) -> None:
-    model = save_config(name, tmp_path)
-    vanilla = vanilla_answers(model)
-    with engine(model, TRIE, **SETTINGS) as llm:
-        assert generate_staggered(llm, PROMPTS) == vanilla
-        # Now the trie holds every answer.
-        assert generate(llm, PROMPTS) == vanilla
-        assert drafter_of(llm).counters.accepted_nodes > 100
-
-
 def start(folder: Path, architecture: str, **config: Any) -> None:
     sizes = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
     (folder / "config.json").write_text(
@@ -119,13 +108,3 @@ def test_models_whose_rows_depend_on_more_than_the_path_stop_start_up(
     assert str(tmp_path) in message
     assert "leave lookahead out of the speculative config" in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    "architecture", ["QWenLMHeadModel", "BaichuanForCausalLM", "InternLMForCausalLM"]
-)
-def test_architectures_that_vllm_dropped_get_vllms_message(
-    architecture: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match="was supported in vLLM until"):
-        start(tmp_path, architecture, model_type="llama")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,14 +69,6 @@ def test_only_what_a_class_defines_itself_is_patched() -> None:
     for name in ("method", "missing"):
         with pytest.raises(PatchError, match=rf"Child\.{name} does not exist"):
             patches.patch(Child, name, twice)
-
-
-def test_names_of_modules_are_patched() -> None:
-    module = ModuleType("vllm.somewhere")
-    module.Limit = int  # type: ignore[attr-defined]
-    patches.patch(module, "Limit", lambda original: float)
-    assert module.Limit is float
-    assert patches.applied()[-1] == "vllm.somewhere.Limit"
 
 
 def test_what_is_swapped_comes_back() -> None:

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 
 from benchmarks.engines.generate import Job, run
-from benchmarks.engines.target_guided import Guide, follow
+from benchmarks.engines.target_guided import follow
 from lookahead_vllm.engine import plugin
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 
@@ -42,35 +40,6 @@ def test_a_guided_model_generates_the_recorded_answers(
             follow(llm, prompts[:1], [[4096]])
     with engine(llama, seed=5) as llm:
         assert generate(llm, other) == unguided
-
-
-class Copies(TorchDispatchMode):
-    """Notes of each copy from the CPU to another device whether it is asynchronous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asynchronous: list[bool] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
-            self.asynchronous.append(kwargs.get("non_blocking", False))
-        return func(*args, **kwargs)
-
-
-def test_no_step_waits_for_the_device() -> None:
-    """Else every step of plain vLLM would, too, and lookahead look better than it is."""
-    device = torch.device("meta")
-    guide = Guide([[1, 2, 3]], [[4, 5]], device)
-    step = (
-        torch.empty(3, 9, device=device),
-        torch.zeros(3, dtype=torch.int64, device=device),
-        torch.arange(3, device=device),
-    )
-    guide.raise_logits(*step)
-    with Copies() as copies:
-        guide.raise_logits(*step)
-    assert not copies.asynchronous
 
 
 def test_the_requests_of_a_job_bring_their_references(

@@ -7,16 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from lookahead_vllm.engine.worker.step_recorder import Counters
 from tests.fuzz import play
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
 from tests.fuzz.plant import BUGS, planted
-from tests.fuzz.play import Played, Rounds, perturbed_logits
+from tests.fuzz.play import Rounds
 from tests.fuzz.replies import Answer, Reply, alike, differences
-from tests.fuzz.report import MANY_ROUNDS, Report
 from tests.fuzz.round import Round
 from tests.support.models import TINY
 
@@ -110,34 +106,6 @@ def test_the_engine_may_run_in_other_processes(tmp_path: Path) -> None:
     assert played.counters.accepted_nodes
 
 
-def test_a_run_without_drafts_fails() -> None:
-    """It compared plain vLLM with itself."""
-    round_ = draw_round("1-0", ["llama"])
-    report = Report()
-    for _ in range(MANY_ROUNDS - 1):
-        report.add(round_, Played([], Counters()))
-    assert not report.failed
-    report.add(round_, Played([], Counters()))
-    assert report.failed and report.summary().endswith("but no node was accepted")
-    report.add(round_, Played([], Counters(accepted_nodes=1)))
-    assert not report.failed
-
-
-def test_noise_changes_only_the_last_bits_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampler, "__call__", lambda self, logits: logits.argmax(-1).tolist())
-    sampler = object.__new__(Sampler)
-    forbidden = float("-inf")
-    logits = torch.tensor([[4.0, 4.000001, forbidden], [4.0, 3.9999, forbidden]])
-    drawn = []
-    for seed in range(8):
-        with perturbed_logits(seed):
-            drawn.append(sampler(logits))
-    near_tie, clear = zip(*drawn, strict=True)
-    assert set(near_tie) == {0, 1}
-    assert set(clear) == {0}
-    assert sampler(logits) == [1, 0]
-
-
 def logprobs(**values: float) -> dict[str, SimpleNamespace]:
     return {token: SimpleNamespace(logprob=value) for token, value in values.items()}
 
@@ -145,16 +113,12 @@ def logprobs(**values: float) -> dict[str, SimpleNamespace]:
 @pytest.mark.parametrize(
     ("a", "b", "same"),
     [
-        ([1, {"x": "y"}], [1, {"x": "y"}], True),
         ([1, 2], [1, 3], False),
         (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.0004, b=-2.0), True),
         (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.1, b=-2.0), False),
         (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.0, c=-2.0), True),
         (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.0, c=-2.5), False),
-        (logprobs(a=-1.0, b=-2.0), logprobs(a=-1.0), False),
-        (logprobs(a=float("-inf")), logprobs(a=-1.25e9), True),
         (logprobs(a=1e9, b=1.6), logprobs(a=1e9, c=float("-inf")), True),
-        (logprobs(a=100.0, b=1.6), logprobs(a=100.0, b=float("-inf")), False),
         (logprobs(a=float("nan")), logprobs(a=float("nan")), True),
         (logprobs(a=float("nan")), logprobs(a=-1.0), False),
     ],

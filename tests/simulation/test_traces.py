@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -85,27 +84,6 @@ def test_a_line_that_cannot_be_parsed_is_named(
     path = jsonl(tmp_path / "t.jsonl", line([1, 2]))
     path.write_bytes(path.read_bytes() + content)
     with pytest.raises(TraceError, match=message):
-        load_traces(path)
-
-
-def test_a_byte_order_mark_and_separators_within_strings_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    lines = [line([1, 2], category="a\u2028b\u2029c\u0085d"), line([3, 4])]
-    texts = [json.dumps(one, ensure_ascii=False) for one in lines]
-    path.write_bytes("\ufeff{}\r\n{}\n".format(*texts).encode())
-    first, second = load_traces(path).traces
-    assert first.category == "a\u2028b\u2029c\u0085d" and second.output.tolist() == [3, 4]
-
-
-def test_a_file_that_cannot_be_opened_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, mode: str) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    path = jsonl(tmp_path / "t.jsonl", line([1, 2]))
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(TraceError, match="cannot be read: Permission denied"):
         load_traces(path)
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import (
-    MEMORY_SECONDS,
     CostCurve,
     Load,
     StepCost,
@@ -119,27 +118,6 @@ def test_nodes_that_fill_the_plateau_are_grown_again():
     assert shown.min_prob == pytest.approx(rate * 1.1 / 16, rel=1e-5)
 
 
-def test_prices_reach_to_the_end_of_the_next_plateau():
-    prices = StepCost(OUTSIDE, captured=GPU).prices(np.zeros(1, np.int64), Load(), 7)
-    assert prices.captured and len(prices.forward) == 16
-    assert prices.forward[[0, 1, 7]].tolist() == pytest.approx([0, 0.5, 0.5])
-    assert prices.forward[[8, 15]].tolist() == pytest.approx([1.1, 1.1])
-
-
-def test_real_steps_correct_captured_sizes_too(monkeypatch):
-    # Times are in milliseconds here.
-    monkeypatch.setattr("lookahead_vllm.draft.budget.cost.MEMORY_SECONDS", 1000 * MEMORY_SECONDS)
-    cost = StepCost(OUTSIDE, captured=GPU)
-    rng = np.random.default_rng(0)
-    for _ in range(400):
-        nodes = int(rng.integers(0, 60))
-        step = work(4, nodes)
-        cost.observe(step, 1.5 * StepCost(OUTSIDE, captured=GPU).predict(step) + 1)
-    for nodes in (0, 4, 5, 30, 59):
-        truth = 1.5 * StepCost(OUTSIDE, captured=GPU).predict(work(4, nodes)) + 1
-        assert cost.predict(work(4, nodes)) == pytest.approx(truth, rel=0.05)
-
-
 probabilities = st.lists(st.floats(0.0078125, 1.0, width=32), max_size=5).map(
     lambda p: sorted(p, reverse=True)
 )
@@ -185,24 +163,3 @@ def test_no_other_prefixes_emit_more_per_unit_of_time(
 
     best = max(rate(sizes) for sizes in product(*(range(len(r) + 1) for r in rows)))
     assert rate(chosen) == pytest.approx(best, rel=1e-5)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.tuples(probabilities, st.integers(0, 3000)), min_size=1, max_size=4),
-    curves,
-    st.tuples(graphs, graphs),
-    st.integers(0, 20),
-    st.integers(0, 30),
-)
-def test_prices_of_more_nodes_choose_the_same(requests, curve, captured, plain, more):
-    """They are made before it is known how many nodes there are."""
-    rows = [row for row, _ in requests]
-    contexts = np.array([context for _, context in requests])
-    cost = StepCost(curve, 1e-3, 1e-3, 2e-3, 0.1, captured=CapturedSizes(*captured))
-    forest, load = forest_of(*rows), Load(decodes=plain)
-    kept = allot(forest, contexts, cost, load)
-    with_more = allot(forest, contexts, cost, load, more)
-    assert with_more.kept.tolist() == kept.kept.tolist()
-    assert with_more.rate == kept.rate
-    assert with_more.min_prob <= kept.min_prob  # less where one more plateau takes the same time

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.cache import file as cache_file
-from lookahead_vllm.draft.cache.file import fingerprint, load, read_header, save
+from lookahead_vllm.draft.cache.file import fingerprint, load, save
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -87,13 +87,6 @@ def test_a_restored_proposer_drafts_the_same_trees(tmp_path):
         assert any(tokens for tokens, _, _ in expected) == (namespace != "unknown")
 
 
-def test_the_header_describes_the_file(good):
-    header = read_header(good)
-    assert header.tokenizer == TOKENIZER and header.namespaces == 2
-    assert abs(header.created - time.time()) < 600
-    assert {"edges", "counters"} <= {entry.name for entry in header.arrays}
-
-
 def test_a_prompt_of_a_live_request_is_not_in_the_file(good):
     arrays, facts = load(good, TOKENIZER)
     assert (spaces_of(arrays["edges"]) >= 0).all()
@@ -103,19 +96,6 @@ def test_a_prompt_of_a_live_request_is_not_in_the_file(good):
     after.restore(arrays, facts)
     for tree, _, _ in drafts(after, [PROMPT[i : i + 5] for i in range(50)]):
         assert not set(tree) & set(PROMPT)
-
-
-def test_empty_arrays_and_arrays_larger_than_a_chunk_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_file, "CHUNK_BYTES", 1000)
-    arrays = {
-        "large": np.random.default_rng(0).random((300, 7), np.float32),
-        "empty": np.empty((0, 3), np.int64),
-    }
-    save(tmp_path / "a", arrays, {"namespaces": {}}, TOKENIZER)
-    loaded, _ = load(tmp_path / "a", TOKENIZER)
-    for name, array in arrays.items():
-        assert loaded[name].dtype == array.dtype and (loaded[name] == array).all()
-        assert loaded[name].shape == array.shape
 
 
 def test_fingerprints_depend_on_the_vocabulary_and_not_on_its_order():
@@ -162,13 +142,6 @@ def test_the_refusal_says_why(good, change, says):
     assert says in refusal(good.with_name("bad"), change(good.read_bytes()))
 
 
-def test_another_tokenizers_file_is_refused(good):
-    with pytest.raises(RefusedFileError, match="with another tokenizer") as error:
-        load(good, fingerprint({"a": 1, "b": 0}))
-    assert TOKENIZER in str(error.value)
-    load(good)  # without a fingerprint, any tokenizer is accepted
-
-
 def with_header(**changes):
     """The bytes of a file that is valid except for these changes of its header."""
     header = {
@@ -196,18 +169,12 @@ def shaped(shape, dtype="<i8", name="edges"):
     "changes",
     [
         {"arrays": [shaped([2**62, 2**62])]},
-        {"arrays": [shaped([0, 2**63])]},
         {"arrays": [shaped([-2, -2])]},
-        {"arrays": [shaped([2.0, 2])]},
-        {"arrays": [shaped([])]},
-        {"arrays": [shaped([1] * 60 + [4])]},
         {"arrays": [shaped([2], "O")]},
         {"arrays": [shaped([2, 1]), shaped([2, 1])]},
         {"arrays": None},
         {"facts": {"namespaces": {"a": -1}}},
-        {"facts": {"namespaces": ["a"]}},
         {"facts": {"namespaces": {}, "followed": {"a": "*"}}},
-        {"facts": {"namespaces": {}, "followed": {"a": 1}}},
         {"facts": {"namespaces": {}, "followed": ["a"]}},
         {"created": "yesterday"},
     ],

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -112,37 +109,6 @@ def test_a_thread_saves_at_every_interval_until_close(path):
     assert path.stat().st_ino == before  # a closed keeper does not save
 
 
-SAVES_BESIDE_BOUND_THREADS = """
-import os, sys, threading
-given = {int(cpu) for cpu in sys.argv[1].split(",")}
-os.sched_setaffinity(0, given)
-import lookahead_vllm
-os.sched_setaffinity(0, {min(given)})  # as vLLM does in a CPU worker
-from lookahead_vllm.draft.cache.keeper import CacheKeeper
-from pathlib import Path
-class Proposer:
-    def snapshot(self):
-        return {}, {"namespaces": {}}
-keeper = CacheKeeper(Proposer(), Path(sys.argv[2]), 0.001, "")
-bound, done = None, threading.Event()
-def save(*args):
-    global bound
-    bound = os.sched_getaffinity(0)
-    done.set()
-keeper.save = save
-done.wait()
-print(sorted(bound) == sorted(given), sorted(os.sched_getaffinity(0)) == [min(given)])
-"""
-
-
-@pytest.mark.parametrize("number", [1, os.cpu_count()])
-def test_the_thread_runs_on_the_cores_of_the_process(path, number):
-    given = ",".join(map(str, range(number)))
-    command = [sys.executable, "-c", SAVES_BESIDE_BOUND_THREADS, given, str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert result.stdout == "True True\n", result.stderr
-
-
 def test_the_last_save_cancels_a_background_save(path, monkeypatch):
     monkeypatch.setattr(cache_keeper, "PAUSE_SECONDS", 3600)
     proposer = new_proposer()
@@ -219,23 +185,6 @@ def test_a_file_that_is_refused_is_set_aside(path, log, says):
     assert aside.read_bytes() == content
 
 
-def test_a_file_of_another_user_is_left_alone(path, log, monkeypatch):
-    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
-    content = path.read_bytes()
-
-    def load(*_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(cache_file, "load", load)
-    proposer = new_proposer()
-    keeper = keep(proposer, path)
-    teach(proposer)
-    keeper.close()
-    assert path.read_bytes() == content and os.listdir(path.parent) == ["a.cache"]
-    (warning,) = [r.getMessage() for r in log.records if r.levelno == logging.WARNING]
-    assert "saves nothing" in warning and "Permission denied" in warning
-
-
 def test_a_refused_file_that_cannot_be_renamed_is_not_overwritten(path, log, monkeypatch):
     path.write_text("notes of mine")
 
@@ -273,26 +222,9 @@ def sparse_file(path):
     os.truncate(path, 2**40)
 
 
-def cache_before_a_hole(path):
-    cache_file.save(path, *new_proposer().snapshot(), TOKENIZER)
-    os.truncate(path, 2**40)
-
-
-def link_to_a_text(path):
-    path.with_name("notes").write_text("notes of mine")
-    path.symlink_to("notes")
-
-
 def link_to_a_pipe(path):
     os.mkfifo(path.with_name("pipe"))
     path.symlink_to("pipe")
-
-
-def listening_socket(path):
-    folder = os.open(path.parent, os.O_RDONLY)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(f"/proc/self/fd/{folder}/{path.name}")
-    os.close(folder)
 
 
 def folder_with_files(path):
@@ -302,14 +234,10 @@ def folder_with_files(path):
 
 STRANGE = {
     "a sparse file": sparse_file,
-    "a cache before a hole": cache_before_a_hole,
-    "a link to a text": link_to_a_text,
     "a link to nothing": lambda path: path.symlink_to("nothing"),
-    "a link to itself": lambda path: path.symlink_to(path.name),
     "a link to an endless device": lambda path: path.symlink_to("/dev/zero"),
     "a pipe": os.mkfifo,
     "a link to a pipe": link_to_a_pipe,
-    "a socket": listening_socket,
     "a folder with files": folder_with_files,
 }
 

@@ -102,15 +102,6 @@ def test_a_message_that_is_cut_or_extended_is_refused(cut: int) -> None:
         unpack(message, 2)
 
 
-def test_an_empty_piece_is_refused() -> None:
-    """It would take memory, and count as no token."""
-    hashes = np.ones((2, NUM_HASHES), np.uint64)
-    (message,) = messages_of(Pieces(hashes, np.array([0, 1]), np.zeros(1, np.int32)))
-    for wrong in (message, bytes(4)):
-        with pytest.raises(MessageError, match="without a token"):
-            unpack(wrong, 3)
-
-
 def test_no_step_compiles_the_kernel_that_inserts_pieces() -> None:
     Replica(make_proposer())
     before = len(_insert.signatures)

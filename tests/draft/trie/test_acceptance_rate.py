@@ -6,10 +6,6 @@ import pytest
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.acceptance_rate import (
-    MEMORY_TRIALS,
-    PRIOR_TRIALS,
-    TRIALS,
-    AcceptanceRate,
     _sigmoid,
 )
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
@@ -74,20 +70,6 @@ def test_a_text_that_repeats_itself_does_not_make_other_texts_improbable():
             read(proposer, {"r": [last]})
         probs.append(np.mean([step.get(token, 0.0) for step in held[-200:] for token in range(3)]))
     assert probs == pytest.approx([1 / 3, 1 / 3], abs=0.1)
-
-
-def test_old_trials_are_forgotten():
-    proposer = NGramTrieProposer(LookaheadOptions())
-    answer_in_part(proposer, 0.9, 2000)
-    trials = proposer.rate.trials[:, TRIALS]
-    assert MEMORY_TRIALS / 2 <= trials.max() <= MEMORY_TRIALS
-
-
-def test_a_new_rate_has_its_prior_trials_alone():
-    rate = AcceptanceRate()
-    assert set(rate.trials[:, TRIALS].tolist()) == {0.0, float(PRIOR_TRIALS)}
-    assert np.isnan(rate.rates[rate.trials[:, TRIALS] == 0]).all()
-    assert np.isfinite(rate.rates[rate.trials[:, TRIALS] > 0]).all()
 
 
 def test_the_sigmoids_polynomial_is_within_a_millionth():

@@ -12,11 +12,8 @@ from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import empty_hashes
 from lookahead_vllm.draft.trie.table import (
-    LAST_SHARED,
-    MAX_SPACE,
     Trie,
     count_by_space,
-    spaces_of,
 )
 
 
@@ -40,16 +37,6 @@ def test_names_that_were_used_once_replace_no_namespace_in_use():
     read(proposer, {"r": [60, 61]})
     assert 62 in draft_trees(proposer, [DraftLimits("r", 16, 16)])[0].tokens
     assert len(proposer.snapshot()[1]["namespaces"]) <= 8
-
-
-def test_of_equally_large_ones_the_one_named_last_stays():
-    trie = Trie(1024)
-    namespaces = Namespaces(trie)
-    spaces = {name: namespaces.space_of(name, set) for name in "abcdefgh"}
-    assert namespaces.space_of("a", set) == spaces["a"]
-    namespaces.space_of("one too many", set)
-    kept = {name: namespaces.to_dict().get(name) for name in "abcdefgh"}
-    assert kept == {**spaces, "b": None, "c": None}
 
 
 def test_the_space_of_a_live_request_is_not_forgotten():
@@ -78,18 +65,6 @@ def test_a_save_while_a_namespace_is_named_again_does_not_lose_it():
     assert namespaces.space_of("team", set) == space
     save.join()
     assert saved == [{"team": space}]
-
-
-def test_namespaces_without_a_number_share_with_none():
-    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=10_000))
-    proposer.trie.counters[LAST_SHARED] = MAX_SPACE
-    for i in range(20):
-        proposer.start("r", [1], f"name {i}")
-        read(proposer, {"r": [5, 6, 7]})
-        proposer.finish("r")
-    arrays, facts = proposer.snapshot()
-    assert list(facts["namespaces"]) == [module.digest_of("")]  # of the proposer's own start
-    assert spaces_of(arrays["edges"]).max() <= 1
 
 
 def test_edges_are_counted_by_space():

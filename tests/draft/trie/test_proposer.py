@@ -47,15 +47,6 @@ def test_an_answer_that_copies_a_document_gets_the_chain_that_follows(proposer):
     assert tree.depths.tolist() == [*range(1, 17)]
 
 
-def test_a_prompt_with_an_end_of_sequence_in_its_middle_is_indexed_whole(proposer):
-    eos = 2
-    proposer.start("r", [1, 10, 11, 12, eos, 1, 20, 21, 22, eos, 1])
-    read(proposer, {"r": [20, 21]})
-    assert 22 in children_of_root(draft(proposer, "r"))
-    read(proposer, {"r": [22]})
-    assert eos in children_of_root(draft(proposer, "r"))
-
-
 def test_a_prompts_branches_go_with_its_request_and_its_answer_stays(proposer):
     proposer.start("a", [60, 61, 62])
     read(proposer, {"a": [70, 71, 72]})
@@ -67,17 +58,6 @@ def test_a_prompts_branches_go_with_its_request_and_its_answer_stays(proposer):
     assert 72 in draft(proposer, "b").tokens
 
 
-def test_the_end_of_one_request_does_not_touch_the_drafts_of_another(proposer):
-    for request_id in "ab":
-        proposer.start(request_id, [*DOCUMENT, 1])
-    read(proposer, {"b": DOCUMENT[:5]})
-    before = draft(proposer, "b")
-    proposer.finish("a")
-    after = draft(proposer, "b")
-    assert after.tokens.tolist() == before.tokens.tolist()
-    assert after.probs.tolist() == before.probs.tolist()
-
-
 def test_a_flood_of_answers_leaves_a_live_prompt_alone():
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=16_384))
     proposer.start("r", [*DOCUMENT, 1])
@@ -86,11 +66,6 @@ def test_a_flood_of_answers_leaves_a_live_prompt_alone():
     assert proposer.trie.num_pruned > 0
     read(proposer, {"r": DOCUMENT[:3]})
     assert DOCUMENT[3] in draft(proposer, "r").tokens
-
-
-def test_a_request_that_was_not_started_is_an_error(proposer):
-    with pytest.raises(KeyError):
-        draft(proposer, "unknown")
 
 
 def test_nothing_is_left_when_every_request_ends_without_an_answer(proposer):
@@ -254,36 +229,6 @@ def test_learned_rates_do_not_depend_on_a_namespace_s_tokens():
     assert learned[0].trials.sum() > AcceptanceRate().trials.sum() + 1000
     for array in ("rates", "trials", "weights"):
         np.testing.assert_array_equal(*(getattr(rate, array) for rate in learned))
-
-
-def test_a_restored_proposer_drafts_like_the_original():
-    teacher, pupil = (NGramTrieProposer(LookaheadOptions(max_nodes=50_000)) for _ in range(2))
-    teach_copying(teacher)
-    teacher.start("live", [60, 61, 62])
-    pupil.restore(*teacher.snapshot())
-    for proposer in (teacher, pupil):
-        proposer.start("r", [1])
-        read(proposer, {"r": [1000, 1001]})
-    trees = [draft(proposer, "r") for proposer in (teacher, pupil)]
-    assert len(trees[0]) > 3 and trees[0].tokens.tolist() == trees[1].tokens.tolist()
-    assert trees[0].probs.tolist() == trees[1].probs.tolist()
-    pupil.start("s", [1])
-    read(pupil, {"s": [60]})
-    assert 61 not in draft(pupil, "s").tokens
-
-
-def test_a_snapshot_of_another_shape_is_refused_and_nothing_changes():
-    teacher = NGramTrieProposer(LookaheadOptions(max_nodes=50_000))
-    pupil = NGramTrieProposer(LookaheadOptions(max_nodes=40_000))
-    teach_copying(pupil)
-    before = count_edges(pupil.trie)
-    arrays, facts = teacher.snapshot()
-    for other in (arrays, {**pupil.snapshot()[0], "edges": None}):
-        with pytest.raises(ValueError, match="edges"):
-            pupil.restore(other, facts)
-    with pytest.raises(ValueError, match="lengths"):
-        pupil.restore(arrays, {**facts, "suffixes": [1, 2]})
-    assert count_edges(pupil.trie) == before
 
 
 @pytest.mark.parametrize("nodes", [8, 32, 64])

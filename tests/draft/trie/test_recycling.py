@@ -159,16 +159,5 @@ def test_the_hybrid_tree_has_nodes_of_all_sources():
     assert sources[:4].sum() == 0
 
 
-def test_a_request_may_use_the_trie_alone():
-    options = LookaheadOptions(proposer="hybrid", num_speculative_tokens=32, budget=32)
-    proposer = HybridProposer(options)
-    proposer.start("r", [1, 2, 3, 1, 2], proposer="ngram_trie")
-    read(proposer, {"r": [3]})
-    proposer.last = 3
-    for _ in range(5):
-        tree, _ = step(proposer, "r", lambda token: token % 3 + 1)
-        assert set(tree.sources.tolist()) <= {0, 1}
-
-
 def test_the_request_that_compiles_the_kernels_leaves_no_edge():
     assert count_edges(HybridProposer(LookaheadOptions(proposer="hybrid")).trie) == 0

@@ -8,7 +8,6 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.window.grid import (
     ABSENT,
     ROOT,
-    VerifiedCombs,
     Windows,
 )
 from lookahead_vllm.draft.window.shape import WindowShape, paper_window_size
@@ -100,56 +99,6 @@ def test_cells_beyond_the_limits_are_absent(max_nodes, max_depth):
     cells = windows.cells[rows[0], :, :3]
     assert len({c for c in cells.ravel().tolist() if c >= 0}) == len(tree) < 5
     assert (cells == ABSENT).any()
-
-
-def iterate(windows, rows, tree, choose):
-    """`choose(token)` is the model's choice after each token of the tree, and 0 is the root's."""
-    verified = VerifiedCombs(
-        firsts=np.array([0]),
-        sizes=np.array([len(tree)]),
-        at_roots=np.array([choose(0)], np.int32),
-        at_nodes=np.array([choose(token) for token in tree.tokens.tolist()], np.int32),
-    )
-    windows.iterate(rows, verified)
-
-
-def test_an_iteration_gives_the_next_level():
-    windows, rows = full_window(WindowShape(3, 4), [[0, 2, 3], [4, 5, 6], [7, 8, 9]])
-    tree = add_comb(windows, rows, DraftTree.chain([]))
-    iterate(windows, rows, tree, lambda token: token + 10)
-    levels = windows.tokens[rows[0], :, :3]
-    assert levels[0, 1:].tolist() == [5, 6]
-    assert levels[1:].tolist() == [[7, 8, 9], [17, 18, 19]]
-
-
-def test_a_window_of_one_level_is_jacobi_decoding():
-    """N = 2: the next guess of each position is what the model says before it."""
-    windows, rows = full_window(WindowShape(4, 2), [[0, 5, 6, 7]])
-    tree = add_comb(windows, rows, DraftTree.chain([]))
-    assert tree.tokens.tolist() == [5, 6, 7] and tree.depths.tolist() == [1, 2, 3]
-    iterate(windows, rows, tree, lambda token: token + 10)
-    assert windows.tokens[rows[0], 0, 1:4].tolist() == [15, 16, 17]
-
-
-def test_the_levels_are_filled_one_a_step():
-    windows = Windows(WindowShape(4, 4))
-    windows.start("r", np.arange(20, 30, dtype=np.int32))
-    rows = windows.request_rows.rows_of(["r"])
-    nodes = []
-    for _ in range(4):
-        tree = add_comb(windows, rows, DraftTree.chain([]))
-        nodes.append(len(tree))
-        iterate(windows, rows, tree, lambda token: token + 1000 + len(nodes))
-        assert windows.filled[rows[0]] == min(1 + len(nodes), 3)
-    assert nodes[0] == 4 + 4 - 3 and nodes[2:] == [3 * 4 - 1] * 2
-
-
-def test_cells_that_were_cut_have_a_token_of_the_prompt_below_them():
-    windows, rows = full_window(WindowShape(3, 3), [[0, 2, 3], [4, 5, 6]])
-    tree = add_comb(windows, rows, DraftTree.chain([]), max_nodes=3)
-    iterate(windows, rows, tree, lambda token: token + 10)
-    first, *others = windows.tokens[rows[0], 1, :3].tolist()
-    assert first == 14 and set(others) <= {1, 2, 3}
 
 
 def test_the_paper_s_sizes():

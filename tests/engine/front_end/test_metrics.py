@@ -33,7 +33,6 @@ from lookahead_vllm.engine.worker.step_recorder import StepRecorder
 from tests.support import proposers  # noqa: F401  (registers them)
 from tests.support.driving import (
     GREEDY,
-    drafter_of,
     engine,
     generate,
     generate_staggered,
@@ -195,14 +194,6 @@ def test_what_a_step_does_not_tell_stays_as_it_was() -> None:
     assert samples() == before
 
 
-def test_another_engine_in_the_process_begins_anew() -> None:
-    record(stat_logger_of(0), full_report())
-    stat_logger.unregister()
-    assert not samples()
-    stat_logger_of(0)
-    assert set(samples().values()) == {0}
-
-
 # ---- travelling ----------------------------------------------------------------------------------
 
 
@@ -243,13 +234,6 @@ def test_evictions_are_those_since_the_last_report() -> None:
         (40, 640, 0),
     ]
     assert [r.texts_held for r in reports] == [0.9, None]  # not measured in every step
-
-
-def test_refused_trees_are_counted(llama: Path) -> None:
-    with engine(llama, {"proposer": "malformed"}, drafts=False, disable_log_stats=False) as llm:
-        generate(llm, ECHO)
-        refused = drafter_of(llm).counters.refused_trees
-        assert samples()["lookahead_vllm:trees_refused_total"] == refused > 0
 
 
 # ---- in an engine --------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import EngineCoreRequest
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import request_options
@@ -116,43 +115,6 @@ def test_the_server_decides_which_requests_share(
             outputs += core.step()
         assert [o.request_id for o in outputs if o.finished] == ["good"]
         assert [list(outputs[-1].outputs[0].token_ids)] == generate(llm, [[5, 6]])[0]
-
-
-def test_a_request_that_the_caller_made_is_prepared_too(llama: Path) -> None:
-    def made(request_id: str, extra_args: dict[str, Any]) -> EngineCoreRequest:
-        return EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=[5, 6],
-            mm_features=None,
-            sampling_params=SamplingParams(max_tokens=3, detokenize=False, extra_args=extra_args),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt="s",
-            data_parallel_rank=None,
-        )
-
-    with engine(llama, {"proposer": "recorder"}, drafts=False) as llm:
-        core = llm.llm_engine
-        request = made("by-hand", {"lookahead_namespace": "n"})
-        params = request.params
-        core.add_request("by-hand", request, params)
-        assert params.extra_args == {"lookahead_namespace": "n"}
-        ready = core.input_processor.process_inputs(
-            "ready",
-            TokensPrompt(prompt_token_ids=[5, 6], cache_salt="s"),
-            SamplingParams(max_tokens=3, extra_args={"lookahead": {"namespace": "n"}}),
-            ("generate",),
-        )
-        core.add_request("ready", ready, ready.params)
-        while core.has_unfinished_requests():
-            core.step()
-        assert [(namespace, refs) for _, namespace, refs in STARTED] == [
-            ('[null, "s", "n"]', [])
-        ] * 2
-        bad = made("bad", {"lookahead_x": 1})
-        with pytest.raises(RequestError, match="'lookahead_x' was given"):
-            core.add_request("bad", bad, bad.params)
 
 
 def test_references_and_adapters_never_change_the_text(llama: Path, adapter: LoRARequest) -> None:
@@ -287,12 +249,6 @@ def test_every_endpoint_refuses_an_option_that_it_would_ignore(
     assert "'lookahead_enabled' was given at the top" in wrong.json()["error"]["message"]
     right = endpoints.post(endpoint, json=body)
     assert "has no attribute" in right.text  # the engine's
-
-
-def test_endpoints_still_refuse_what_is_no_json(endpoints: TestClient) -> None:
-    for kind, says in (("application/json", "JSON decode error"), ("text/plain", "Unsupported")):
-        refused = endpoints.post("/invocations", content=b"{", headers={"content-type": kind})
-        assert refused.status_code == 400 and says in refused.text
 
 
 @pytest.mark.parametrize("leads", [True, False])

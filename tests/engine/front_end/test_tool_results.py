@@ -27,9 +27,8 @@ from lookahead_vllm.engine.request_options import (
 from tests.support.driving import drafter_of, engine, generate
 from tests.support.models import save_config
 from tests.support.parser_texts import FUNCTIONS
-from tests.support.proposers import Recorder
 from tests.support.scripted_core import Script, Server, scripted_server
-from tests.support.tokenizer import CHAT_TEMPLATE, save_tokenizer
+from tests.support.tokenizer import save_tokenizer
 
 CAT = '     1\tdef f():\n     2\t    return "a\\b"\n'
 CODE = 'def f():\n    return "a\\b"\n'
@@ -160,28 +159,6 @@ def test_every_endpoint_sends_the_new_results(
     decode = server.core.engine.renderer.tokenizer.decode
     assert [decode(ids) for ids in options.spellings] == expected
     assert not others and not options.references
-
-
-def test_a_raw_format_gets_no_escapes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = server.core.engine.renderer.tokenizer
-    template = CHAT_TEMPLATE + "{# <parameter=key> #}"
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    server.core.received.clear()
-    server.stream("/v1/chat/completions", Script([[5], [6]]), CHAT)
-    options, _ = request_options.options_in_worker(
-        server.core.received[0].sampling_params.extra_args
-    )
-    assert [tokenizer.decode(ids) for ids in options.spellings] == ["\n" + CODE]
-
-
-def test_the_proposer_gets_them_once(llama: Path) -> None:
-    ids = np.array([7, 8, 9], "<i4")
-    params: Any = dict(max_tokens=3, temperature=0, detokenize=False)
-    params["extra_args"] = with_options(None, RequestOptions(spellings=(ids.tobytes(),)))
-    with engine(llama, {"proposer": "recorder"}, drafts=False) as llm:
-        Recorder.SPELLINGS.clear()
-        generate(llm, [[5, 6]], SamplingParams(**params))
-        assert Recorder.SPELLINGS == [[7, 8, 9]]
 
 
 def test_a_call_is_drafted_from_them(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,16 +20,13 @@ from vllm.v1.worker.gpu import dp_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner import graph_runner, runner
 from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager, sizes_with_drafts
-from lookahead_vllm.engine.model_runner.drafts import NO_TREES
 from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
 from lookahead_vllm.engine.model_runner.step import Step as RunnerStep
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from lookahead_vllm.engine.worker.step_clock import StepClock
 from tests.support import recorded_graphs
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -343,15 +340,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize("attention", ["triton", "xformers"])
-def test_an_implementation_that_was_chosen_attends_to_contexts_itself(
-    attention: str, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = LookaheadOptions(attention=attention)
-    monkeypatch.setattr(Runner.vllm_config.speculative_config, "lookahead_options", options)
-    assert not make()._branching.merges_contexts
-
-
 def captured_with_drafts(made: Any) -> list[int]:
     made.cudagraph_manager._graphs_captured = True
     return list(made.captured_tokens().with_drafts)
@@ -393,28 +381,6 @@ def test_engines_that_share_graphs_for_any_batch_verify_chains(make: Callable[..
     assert make(mode=BOTH, dp_size=2).drafter.may_branch
 
 
-def test_graphs_for_any_batch_hold_more_tokens_than_requests(make: Callable[..., Any]) -> None:
-    made = make(mode=FULL, max_num_reqs=10)
-    made.cudagraph_manager.max_num_reqs = 10
-    captured_with_drafts(made)
-    assert list(made.captured_tokens().without_drafts) == [1, 2, 4, 8, 16]
-
-
-def test_a_step_tells_the_manager_whether_trees_branch(make: Callable[..., Any]) -> None:
-    made = make(mode=FULL)
-    made._clock, nothing = StepClock(), SchedulerOutput.make_empty()
-    for tree, branches in ((DraftTree.from_lists([1, 2], [-1, -1]), True),
-                           (DraftTree.chain([1, 2]), False)):  # fmt: skip
-        drafts = NO_TREES._replace(forest=DraftForest.of([tree]))
-        made.__dict__["_fill_slots"] = lambda step, drafts=drafts: made._take(step, drafts)
-        made.gather_batch_req_state(nothing, False)
-        assert made.attended.may_branch is branches
-    made.attended.may_branch = False
-    made.schedule_dummy_trees([DraftTree.from_lists([1, 2], [-1, -1])])
-    made.gather_batch_req_state(None, True)
-    assert made.attended.may_branch
-
-
 def test_sampling_compiles_no_more_at_start_up_than_plain_vllm(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,8 +392,3 @@ def test_sampling_compiles_no_more_at_start_up_than_plain_vllm(
     monkeypatch.setattr(topk_topp_sampler, "register_top_k_top_p_warmups", register)
     make().load_model()
     assert not registered and topk_topp_sampler.register_top_k_top_p_warmups is register
-
-
-def test_an_idle_rank_runs_one_token(make: Callable[..., Any]) -> None:
-    made = make()
-    assert made._dummy_run(1) == (1, 1) and made.decode_query_len == LONGEST

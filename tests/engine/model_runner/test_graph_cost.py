@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.worker.gpu import input_batch, model_runner
 
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
-from lookahead_vllm.engine.model_runner import graph_runner
-from lookahead_vllm.engine.model_runner.forward_passes import RunnerPasses
 from lookahead_vllm.engine.worker import step_cost, timed_passes
-from lookahead_vllm.engine.worker.timed_passes import BATCHES, Batch, CapturedTokens, Plan, measure
-from tests.support import graph_engine
-from tests.support.driving import drafter_of, engine, runner_of
+from lookahead_vllm.engine.worker.timed_passes import CapturedTokens, Plan, measure
 
 DRAFT_SIZES = [2, 4, 8, 16, 32, 48]
 
@@ -132,75 +126,3 @@ def test_sizes_that_were_not_timed_in_time_have_no_graph() -> None:
     assert graphs.sizes == graphs.times.tolist() == [1, 2, 4]
     assert timed_passes._about_doubling([1, 2, 4, 8, 16, 24, 32, 40]) == [1, 2, 4, 8, 16, 32, 40]
     assert timed_passes._about_doubling([3]) == [3] and timed_passes._about_doubling([]) == []
-
-
-def test_an_engine_times_the_graphs_that_it_has_captured(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path))
-    monkeypatch.setattr(step_cost, "envs", cache)
-    monkeypatch.setattr(timed_passes, "MAX_SECONDS", float("inf"))
-    monkeypatch.setattr(timed_passes, "_uncertain", lambda rounds: [])
-    graph_engine.enable(monkeypatch)
-    attended: list[tuple[int, int]] = []
-    set_dummy_context = input_batch.set_dummy_context
-
-    def watched(batch: Any, *args: Any, **kwargs: Any) -> None:
-        attended.append((batch.num_reqs, batch.num_tokens))
-        set_dummy_context(batch, *args, **kwargs)
-
-    monkeypatch.setattr(model_runner, "set_dummy_context", watched)
-    monkeypatch.setattr(graph_runner, "set_dummy_context", watched)
-    with engine(llama, {"proposer": "ngram_trie"}) as llm:
-        captured = drafter_of(llm).proposer.cost.captured
-        assert captured.without_drafts.sizes == [1, 2, 4, 8, 16]
-        assert captured.with_drafts.sizes == graph_engine.SIZES[1:]
-        replays = runner_of(llm).replays
-        for for_drafts, sizes in ((False, [1, 2, 4, 8, 16]), (True, graph_engine.SIZES[1:])):
-            ran = [r.num_tokens for r in replays if r.has_drafts is for_drafts]
-            assert sorted(set(ran)) == sizes and len(ran) >= 4 * len(sizes)
-        batches = [batch for batch in BATCHES if batch.requests <= 16]
-        assert attended == [(b.requests, b.num_tokens) for b in batches] * 4
-        # Every batch ran in a graph, the trees as trees.
-        assert len(replays) == 4 * (5 + len(graph_engine.SIZES[1:]) + len(batches))
-        with_trees = [(r.num_tokens, r.num_trees) for r in replays if r.num_trees]
-        trees = [batch for batch in batches if batch.trees]
-        assert with_trees == [(b.num_tokens, b.requests) for b in trees] * 4
-
-
-def test_a_measured_pass_has_the_inputs_of_a_step(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a graph with room for more: the requests of the batch, each with its context, and no
-    others."""
-    graph_engine.enable(monkeypatch)
-    batch, context = Batch(3, 6, True), 200  # 18 tokens in a graph of 32
-    with engine(llama, {"budget": 8}) as llm:
-        runner = runner_of(llm)
-        passes = RunnerPasses(runner)
-        metadata: list[Any] = []
-        build = type(runner._builders[0]).build
-        monkeypatch.setattr(
-            type(runner._builders[0]),
-            "build",
-            lambda *args, **kwargs: metadata.append(build(*args, **kwargs)) or metadata[-1],
-        )
-        runner.replays.clear()
-        with passes.with_context(batch, context, in_graph=True) as attend:
-            attend()
-        assert runner.replays == [(32, True, 3, 32)]
-        built = metadata[0]
-        starts = built.query_start_loc.tolist()
-        assert starts[:4] == [0, 6, 12, 18] and set(starts[4:]) == {18}
-        # vLLM's kernel has no context of the rows of trees.
-        lengths = built.seq_lens.tolist()
-        assert lengths[:3] == [6] * 3 and not any(lengths[3:])
-        trees = built.trees
-        assert trees.contexts[:3].tolist() == [context] * 3 and not trees.sizes[3:].any()
-        size = runner.block_tables.block_sizes[0]
-        blocks = built.block_table[:3, : -(-(context + 6) // size)]
-        assert blocks.unique().numel() == blocks.numel()
-        # The runner is as before.
-        runner.replays.clear()
-        passes.drafts_in_graph(8)
-        assert runner.replays == [(8, True, 0, 8)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,20 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm import SamplingParams, TokensPrompt
+from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.draft.progress import GONE
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.model_runner import grammar_copies
-from lookahead_vllm.engine.model_runner.drafts import Drafts
 from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.model_runner.step import Step
-from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.driving import engine, generate, random_prompts
 from tests.support.proposers import TestProposer
 
 
@@ -84,23 +81,6 @@ def test_the_cache_is_saved_even_if_the_device_has_failed() -> None:
     assert ended == ["drafter", "grammars", "vLLM"]
 
 
-@pytest.mark.parametrize("sizes", [[], [0, 3, 1], [4]])
-@pytest.mark.parametrize("has_grammar", [False, True])
-def test_other_ranks_get_the_trees(sizes: list[int], has_grammar: bool) -> None:
-    trees = [DraftTree.from_lists(range(n), [-1, *range(-1, n)][:n]) for n in sizes]
-    from_proposer = np.arange(len(sizes)) % 2 == 0 if has_grammar else None
-    ids = [str(i) for i in range(len(sizes))]
-    sent = Drafts(ids, DraftForest.of(trees), np.arange(len(sizes)) + 7, from_proposer)
-    received = pickle.loads(pickle.dumps(sent))
-    assert received.req_ids == ids and received.num_tokens.tolist() == sent.num_tokens.tolist()
-    for name in ("tokens", "parents", "depths", "firsts"):
-        own, other = getattr(sent.forest, name), getattr(received.forest, name)
-        assert own.tolist() == other.tolist() and own.dtype == other.dtype
-        assert other.flags.writeable  # numba would compile kernels for read-only arrays
-    expected = [True] * len(sizes) if from_proposer is None else from_proposer.tolist()
-    assert received.from_proposer.tolist() == expected
-
-
 @pytest.mark.parametrize("is_used_again", [False, True])
 def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: bool) -> None:
     """Not even if a new request has its id and its row when they arrive."""
@@ -154,40 +134,6 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
         late.start(new)
     late.learn()
     assert (learned, awaited) == ([("r", [5])], [verified, None])
-
-
-def test_tokens_of_steps_in_other_stages_of_a_pipeline_are_not_awaited() -> None:
-    late = LateDrafts(SimpleNamespace(options=LookaheadOptions()), SimpleNamespace())  # type: ignore[arg-type]
-    late._steps.extend(
-        SimpleNamespace(requests=np.array(rows))  # type: ignore[misc]
-        for rows in ([1, 2], [GONE], [3, 4], [5])
-    )
-    waiting_for = [late._num_later(np.array(rows)) for rows in ([5, 1], [1, 3], [2], [7], [])]
-    assert waiting_for == [0, 1, 3, 4, 4]
-
-
-def test_a_request_that_is_preempted_before_its_first_token_keeps_its_references(
-    llama: Path,
-) -> None:
-    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0, detokenize=False)
-    params.extra_args = {"lookahead_reference": [[7, 8, 9]]}
-    with engine(llama, {"budget": 16}, max_num_batched_tokens=32) as llm:
-        core = llm.llm_engine
-        proposer: Any = drafter_of(llm).proposer
-        references: list[int] = []
-        start = proposer.start
-
-        def watched(request_id: str, prompt: Any, namespace: Any, own: Any, *args: Any) -> None:
-            references.append(len(own))
-            start(request_id, prompt, namespace, own, *args)
-
-        proposer.start = watched
-        core.add_request("r", TokensPrompt(prompt_token_ids=list(range(2, 90))), params)
-        core.step()
-        assert core.reset_prefix_cache(reset_running_requests=True)
-        while core.has_unfinished_requests():
-            core.step()
-        assert references == [1]
 
 
 def test_no_choices_are_kept_for_an_ended_request(

@@ -105,9 +105,7 @@ def plain(llama: Path) -> list[Any]:
         ("eager", dict(proposer="hybrid", budget=6)),
         ("graphs", dict(proposer="hybrid", budget="auto")),
         ("eager", dict(proposer="hidden_path", budget=8)),
-        ("graphs", dict(proposer="hidden_path", budget=8)),
         (MERGED, dict(proposer="hidden_path", budget=8)),
-        (MERGED, dict(proposer="ngram_trie", budget=8)),
         # They fill any graph.
         ("graphs", dict(proposer="hidden_path", budget="auto", num_speculative_tokens=24)),
     ],
@@ -143,9 +141,7 @@ def test_the_tokens_are_plain_vllms(
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        ("graphs", dict(proposer="ngram_trie", budget=8)),
         ("graphs", dict(proposer="hybrid", budget=6)),
-        ("graphs", dict(proposer="hidden_path", budget=8)),
         (MERGED, dict(proposer="hidden_path", budget=8)),
     ],
 )
@@ -263,26 +259,6 @@ def test_a_step_of_the_same_batch_is_not_prepared_again(
         assert sum(reused) > 0.6 * len(reused)
 
 
-def test_a_step_whose_requests_got_blocks_reads_them(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without that, answers are wrong."""
-    with engine(llama) as llm:
-        plain = generate(llm, PROMPTS, LONG)
-    record(PROMPTS, plain)
-    with lookahead("eager", llama, {"proposer": "hidden_path", "budget": 8}) as llm:
-        runner = runner_of(llm)
-        begin = runner._begin
-
-        def begin_without_new_blocks(scheduled: Any) -> Any:
-            step = begin(scheduled)
-            step.has_new_blocks = False
-            return step
-
-        monkeypatch.setattr(runner, "_begin", begin_without_new_blocks)
-        assert generate(llm, PROMPTS, LONG) != plain
-
-
 def test_steps_may_be_synchronous(
     llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,17 +298,6 @@ def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(
             counters.failures = 0  # they were planned
 
 
-def test_a_schedule_is_made_for_the_graph_that_runs(
-    llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record(PROMPTS, plain[2])
-    options = {"proposer": "hidden_path", "budget": 8}
-    with lookahead("graphs with a schedule", llama, options) as llm:
-        steps = Steps(llm, monkeypatch)
-        assert answers_of(llm) == plain
-        assert steps.early > 3 * steps.waiting
-
-
 @pytest.mark.parametrize("mode", ["graphs", MERGED])
 def test_steps_that_wait_before_they_are_prepared_run_in_graphs(
     mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -359,7 +324,7 @@ def test_a_step_without_a_node_runs_plain_vllms_graph(
         assert len(empty) > 10
 
 
-@pytest.mark.parametrize("mode", [*MODES, MERGED])
+@pytest.mark.parametrize("mode", ["eager", MERGED])
 def test_requests_that_start_again_keep_their_tokens(
     mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

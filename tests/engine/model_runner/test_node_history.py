@@ -10,11 +10,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
-from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
-from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 from vllm.v1.worker.gpu.states import RequestState
 
 from lookahead_vllm.engine.model_runner.node_history import NodeHistory
@@ -130,22 +127,6 @@ def test_all_processors_follow_the_parents(seed: int) -> None:
     assert not torch.equal(result, before)
 
 
-def test_steps_without_branching_trees_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, step = vllm_sampler(), random_step(1)
-    applied: list[str] = []
-    for cls in (PenaltiesState, BadWordsState, ThinkingBudgetState):
-        monkeypatch.setattr(
-            cls, "apply", lambda self, logits, ctx: applied.append(type(self).__name__) or logits
-        )
-    NodeHistory(sampler)
-    logits = step.logits.clone()
-    for processor in sampler.logits_processors[1:]:
-        logits = processor.apply(logits, context(step))
-    sampler.thinking_budget_state.apply(logits, context(step))
-    assert applied == ["PenaltiesState", "BadWordsState", "ThinkingBudgetState"]
-    assert torch.equal(logits, step.logits)
-
-
 def test_requests_without_such_parameters_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, step = vllm_sampler(), random_step(1)
     nodes = NodeHistory(sampler)
@@ -174,8 +155,3 @@ def test_requests_of_custom_processors_need_chains() -> None:
     for processor in custom:
         processor.apply_staged_writes()
         assert torch.equal(processor.apply(step.logits, context(step)), step.logits + 1)
-
-
-def test_without_custom_processors_no_request_needs_a_chain() -> None:
-    nodes = NodeHistory(vllm_sampler())
-    assert nodes.needs_chain(np.arange(NUM_SLOTS)).tolist() == [False] * NUM_SLOTS

@@ -73,8 +73,14 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """By name: arguments of the engine, and of `generate_staggered`."""
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp"])
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    ("method", "situation"),
+    [
+        *(("draft_model", situation) for situation in SITUATIONS),
+        ("eagle", "preempted"),
+        ("mtp", "prompts in chunks, cached"),
+    ],
+)
 def test_chains_follow_from_the_text_alone(
     method: str, situation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ def run(llama: Path, seed: int = 0) -> tuple[LateSteps, int]:
     return steps, sum(counted_twice.CHECKED)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_most_are_counted_here_and_get_what_vllm_gives_them(seed: int, llama: Path) -> None:
     steps, num_compared = run(llama, seed)
     assert len(counted_twice.SCHEDULED) > 20

@@ -81,9 +81,7 @@ def test_lookahead_needs_no_more_blocks_than_plain_vllm(
 
 TIGHT = {
     "few tokens a step": dict(max_num_batched_tokens=16, max_num_seqs=8),
-    "prompts in chunks": dict(max_num_batched_tokens=24, max_num_seqs=4),
     "few blocks": dict(num_gpu_blocks_override=NEED - 3),
-    "a request at a time": dict(num_gpu_blocks_override=6),
     "both": dict(num_gpu_blocks_override=NEED - 2, max_num_batched_tokens=20),
 }
 

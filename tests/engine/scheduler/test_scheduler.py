@@ -14,7 +14,6 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine import grammar, messages
 from lookahead_vllm.engine.scheduler.pauses import Pauses
 from lookahead_vllm.engine.scheduler.scheduler import PAUSE_AFTER_STEPS, LookaheadScheduler
@@ -24,7 +23,7 @@ SLOTS = {"num_speculative_tokens": 16, "budget": 16}
 
 
 @pytest.mark.parametrize("blocks", [18, 24])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_slots_delay_no_request_by_more_than_a_step(seed: int, blocks: int, llama: Path) -> None:
     """Requests need more blocks than there are, and no draft is ever right."""
     runs = [LateSteps(llama, blocks, options, max_model_len=64) for options in (None, SLOTS)]
@@ -38,7 +37,7 @@ def test_slots_delay_no_request_by_more_than_a_step(seed: int, blocks: int, llam
     assert late.preempted == plain.preempted
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_accepted_drafts_in_few_blocks_make_a_server_faster(seed: int, llama: Path) -> None:
     """No step in flight writes to a block that belongs to another request, see `LateSteps`."""
     plain = LateSteps(llama, 24, max_model_len=64)
@@ -161,30 +160,3 @@ def test_masks_are_no_more_than_the_drafts_of_a_step_need(
     masks = np.split(output.grammar_bitmask, np.cumsum(rows)[:-1])
     assert [len(own) for own in masks] == rows
     assert (masks[0][:3] == 1).all() and (masks[1][:1] == 7).all()
-
-
-def test_an_aborted_request_that_a_connector_keeps_gets_no_masks() -> None:
-    """Its last draft is in flight; its blocks are being sent."""
-
-    def under_grammar(is_finished: bool) -> Any:
-        return SimpleNamespace(
-            use_structured_output=True, is_prefill_chunk=False, is_finished=lambda: is_finished
-        )
-
-    def fill(own: Any, tree: DraftTree) -> np.ndarray:
-        assert not own.is_finished()
-        return np.full((1 + len(tree), 2), 7, np.int32)
-
-    scheduler: Any = object.__new__(LookaheadScheduler)
-    scheduler.num_spec_tokens, scheduler._masks, scheduler._fill_masks = 4, {}, fill
-    scheduler.requests = {"aborted": under_grammar(True), "other": under_grammar(False)}
-    step: Any = SimpleNamespace(
-        has_structured_output_requests=True, num_scheduled_tokens={"aborted": 4, "other": 2}
-    )
-    forest = DraftForest.of([DraftTree.chain([7, 8, 9]), DraftTree.chain([7])])
-    drafts = messages.drafts_of(["aborted", "other"], forest)
-    scheduler.update_draft_token_ids_in_output(drafts, step)
-    output = scheduler.get_grammar_bitmask(step)
-    assert output.structured_output_request_ids == ["other"] and len(output.grammar_bitmask) == 2
-    scheduler.requests["other"] = under_grammar(True)
-    assert scheduler.get_grammar_bitmask(step) is None

@@ -37,12 +37,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("llama", tmp_path_factory.mktemp("models"))
 
 
-def serve_once(
-    model: Path, cache: Path, proposer: str = "ngram_trie"
-) -> tuple[int, list[list[list[int]]]]:
+def serve_once(model: Path, cache: Path) -> tuple[int, list[list[list[int]]]]:
     """How many drafted nodes were accepted in the life of an engine, and its answers."""
     settings = {
-        **{"proposer": proposer, "budget": 8, "max_nodes": 50_000},
+        **{"proposer": "hybrid", "budget": 8, "max_nodes": 50_000},
         **{"cache_path": str(cache), "cache_interval": 0},
     }
     with engine(model, settings) as llm:
@@ -51,22 +49,21 @@ def serve_once(
         return drafter_of(llm).counters.accepted_nodes, answers
 
 
-@pytest.mark.parametrize("proposer", ["ngram_trie", "hybrid"])
 def test_a_second_engine_starts_warm_and_a_damaged_file_is_set_aside(
-    model: Path, tmp_path: Path, proposer: str
+    model: Path, tmp_path: Path
 ) -> None:
     cache = tmp_path / "a.cache"
-    cold, answers = serve_once(model, cache, proposer)
+    cold, answers = serve_once(model, cache)
     assert cache_file.read_header(cache).namespaces == 1
 
-    warm, same_answers = serve_once(model, cache, proposer)
+    warm, same_answers = serve_once(model, cache)
     assert same_answers == answers
     assert warm > cold + 50
 
     content = bytearray(cache.read_bytes())
     content[len(content) // 2] ^= 1
     cache.write_bytes(content)
-    cold_again, same_answers = serve_once(model, cache, proposer)
+    cold_again, same_answers = serve_once(model, cache)
     assert same_answers == answers and cold_again == cold
     (refused,) = tmp_path.glob("a.cache.refused")
     assert refused.read_bytes() == content
@@ -100,12 +97,6 @@ def test_data_parallel_ranks_have_separate_files(tmp_path: Path) -> None:
         read(proposer, {"r": [2, 3, 4]})
         cache.close()
     assert sorted(os.listdir(tmp_path)) == ["a.cache", "a.cache.dp1"]
-
-
-def test_without_a_path_there_is_no_cache_and_no_tokenizer_is_loaded() -> None:
-    options = LookaheadOptions(max_nodes=4096)
-    broken = vllm_config(skip_tokenizer_init=False, tokenizer="missing")
-    assert open_cache(broken, options, NGramTrieProposer(options)) is None
 
 
 def test_without_a_tokenizer_the_model_is_the_fingerprint() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 from lookahead_vllm.draft.fleet import exchange as exchange_module
 from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from lookahead_vllm.engine.worker.fleet import fingerprint_of_engine, join_fleet
+from lookahead_vllm.engine.worker.fleet import fingerprint_of_engine
 from tests.support.driving import drafter_of, engine, generate, learn_last_step, random_prompts
 from tests.support.models import save_tiny_model
 from tests.support.redis_server import RedisServer, needs_redis
@@ -31,12 +30,11 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @needs_redis
-@pytest.mark.parametrize("proposer", ["ngram_trie", "hybrid"])
 def test_a_second_engine_drafts_the_answers_of_the_first(
-    server: RedisServer, tmp_path: Path, proposer: str
+    server: RedisServer, tmp_path: Path
 ) -> None:
     model = save_tiny_model("llama", tmp_path)
-    settings = {"proposer": proposer, "budget": 8, "max_nodes": 50_000, "share_with": server.url}
+    settings = {"proposer": "hybrid", "budget": 8, "max_nodes": 50_000, "share_with": server.url}
     accepted, answers, published = [], [], [0]
     for _ in range(2):
         with engine(model, settings) as llm:
@@ -124,12 +122,6 @@ def test_only_equal_engines_share() -> None:
         print_of(hf_config=SimpleNamespace(to_dict=lambda: other)),
     }
     assert len(prints) == 7
-
-
-def test_without_the_option_there_is_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)  # importing it fails
-    options = LookaheadOptions(max_nodes=4096)
-    assert join_fleet(SimpleNamespace(), options, SimpleNamespace()) is None  # type: ignore[arg-type]
 
 
 def test_only_the_drafting_rank_shares() -> None:

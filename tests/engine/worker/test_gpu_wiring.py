@@ -28,7 +28,6 @@ from lookahead_vllm.verify.attention import PagedCall, paged_attention
 from lookahead_vllm.verify.latent import LatentCall
 from lookahead_vllm.verify.layout.paged_batch import PagedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
-from lookahead_vllm.verify.moves.triton import PagedKVMover
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 
 UNTOUCHED = 7.0
@@ -142,18 +141,6 @@ def layer_of(case: PagedAttentionCase) -> Any:
     return SimpleNamespace(impl=impl, kv_cache=case.paged_cache.transpose(1, 2))
 
 
-def test_another_implementation_is_used_from_the_warm_up_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
-    layer, used = layer_of(case), set()
-    monkeypatch.setattr(gpu_attention, "paged_attention", lambda call, impl: used.add(impl))
-    ON_GPU.warm_up([layer], case.dtype, "xformers")
-    metadata = SimpleNamespace(trees=case.paged_batch, is_of_contexts=False, block_table=None)
-    layer.impl.forward(layer, case.query, None, None, layer.kv_cache, metadata, case.output)
-    assert used == {"xformers"}
-
-
 def test_what_xformers_cannot_compute_stops_the_start() -> None:
     case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
     for layer, reason in (
@@ -234,19 +221,6 @@ def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None)
     assert obstacle is says is None or str(says) in str(obstacle)
 
 
-def test_the_trees_of_a_step_are_laid_out_as_the_cpu_reads_them() -> None:
-    """One copy to the device says what the reference's tables say, chains and prompts beside."""
-    trees = [random_tree(np.random.default_rng(i), 20 + 30 * i) for i in range(3)]
-    batch = TreeBatch.build(trees, [4, 0, 2], [10, 40, 95], [7, 0, 300])
-    paged = PagedBatch.build(batch, causal=([1, 3], [0, 9], [9, 1], [50, 2]))
-    for name in ("requests", "starts", "sizes", "contexts"):
-        assert torch.equal(getattr(paged, name)[:3], getattr(batch, name))
-    assert torch.equal(paged.masks, batch.masks) and torch.equal(paged.depths, batch.depths)
-    assert paged.firsts.tolist() == [0, 21, 72, -1, -1]
-    assert (paged.max_size, paged.max_context) == (81, 300)
-    assert paged.sizes.tolist()[3:] == [9, 1] and paged.contexts.tolist()[3:] == [50, 2]
-
-
 def latent_layer(kind: type = MLAAttention, **settings: Any) -> Any:
     """A layer of latent attention with 3 heads, over 4 blocks of latents of 8 + 4 dimensions."""
     layer = kind.__new__(kind)
@@ -292,13 +266,6 @@ def test_latent_layers_without_tree_attention_get_chains() -> None:
         passes.fuse_attn_quant = True
         assert "quantizes" in str(attention.obstacle(case, [latent_layer()], "auto"))
         passes.fuse_attn_quant = False
-
-
-def test_latents_of_a_gpu_move_as_one_head() -> None:
-    layer = latent_layer()
-    mover = ON_GPU.mover([layer.kv_cache], layer)
-    assert isinstance(mover, PagedKVMover)
-    assert mover._groups[0]._caches[0].shape == (4, 1, 16, 12)
 
 
 def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,19 +124,6 @@ def test_a_step_without_tokens_is_part_of_the_pause() -> None:
     assert step(1, seconds=2, after=0) == 0
 
 
-def test_without_the_ends_of_steps_no_pause_is_known() -> None:
-    """As in a loop that calls the scheduler by itself."""
-    pauses = Pauses()
-    now = 0.0
-    pauses.clock = lambda: now
-    outputs: list[Any] = [SimpleNamespace(total_num_scheduled_tokens=1) for _ in range(3)]
-    for output in outputs:
-        pauses.end()
-        pauses.send(output)
-        now += 5
-    assert [messages.pause_before(output) for output in outputs[1:]] == [0, 0]
-
-
 def test_a_step_with_a_long_pause_is_not_measured() -> None:
     clock = StepClock()
     now = 0.0
