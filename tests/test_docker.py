@@ -89,18 +89,6 @@ def test_who_opens_the_ports_must_write_secrets() -> None:
         assert re.fullmatch(r"\$\{(VLLM_API_KEY|GRAFANA_PASSWORD):\?.* write \1=.*\}", value)
 
 
-def test_compose_builds_and_mounts_existing_files() -> None:
-    for name, service in COMPOSE["services"].items():
-        for volume in service.get("volumes", []):
-            source, target = volume.split(":")[:2]
-            if source.startswith("."):
-                assert (DOCKER / source).exists(), f"{name} mounts {source}"
-                assert Path(source).suffix == Path(target).suffix
-        if build := service.get("build"):
-            assert (DOCKER / build["context"] / build["dockerfile"]).is_file()
-            assert service["networks"]["default"]["aliases"] == ["server"]
-
-
 def test_the_servers_flags_are_vllms_and_prometheus_asks_the_server(tmp_path: Path) -> None:
     plugin.register()
     model = save_tiny_model("llama", tmp_path)

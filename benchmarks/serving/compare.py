@@ -40,7 +40,7 @@ from benchmarks.serving.arrivals import (
     bench_serve,
     write_requests,
 )
-from benchmarks.serving.latencies import Measured, conclusion, table
+from benchmarks.serving.latencies import Measured, table
 from benchmarks.serving.server import ServerError, free_port, serving
 from lookahead_vllm.cli.arguments import positive
 from lookahead_vllm.machine import cpu_name, versions
@@ -258,8 +258,6 @@ def report(benchmark: ServingBenchmark, argv: Sequence[str]) -> None:
             f"requests/s, {loop['tokens_per_s']:.1f} tokens/s"
         )
     print(f"\n{table(measured)}\n")
-    for sentence in conclusion(measured):
-        print(sentence)
 
 
 def prepare(options: argparse.Namespace) -> ServingBenchmark:

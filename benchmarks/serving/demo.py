@@ -17,7 +17,7 @@ from pathlib import Path
 
 from openai import OpenAI
 
-from benchmarks.serving.server import ServerError, free_port, get, is_free, serving
+from benchmarks.serving.server import ServerError, free_port, get, serving
 from lookahead_vllm.cli.arguments import positive
 
 REPO = Path(__file__).resolve().parents[2]
@@ -194,9 +194,6 @@ def parse_args() -> argparse.Namespace:
         "--prompt", action="append", metavar="TEXT", help="use this prompt instead; repeatable"
     )
     parser.add_argument(
-        "--port", type=int, help="on 127.0.0.1, for both servers in turn (default: a free one)"
-    )
-    parser.add_argument(
         "--speculative-config",
         type=speculation,
         metavar="JSON",
@@ -204,8 +201,6 @@ def parse_args() -> argparse.Namespace:
         "methods can be compared in the same way",
     )
     args = parser.parse_args()
-    if args.port is not None and not (0 < args.port < 65536 and is_free(args.port)):
-        parser.error(f"--port {args.port} cannot be used on 127.0.0.1; leave --port out")
     if args.prompt is None:
         args.prompt = list(PROMPTS[: args.prompts])
     return args
@@ -228,7 +223,7 @@ def _demo() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     for name, flags in ((method, method_flags), ("plain", [])):
-        port = args.port or free_port()
+        port = free_port()
         command = ["vllm", "serve", args.model, *flags]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype]
         command += ["--max-model-len", "2048", "--max-num-seqs", "8"]

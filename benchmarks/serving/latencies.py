@@ -73,29 +73,6 @@ def table(measured: Measured) -> str:
     return markdown(head, body)
 
 
-def conclusion(measured: Measured) -> list[str]:
-    """A sentence for each method: the figures in which it is worse than plain vLLM."""
-    sentences = []
-    for method in _others(measured):
-        found: dict[Verdict | None, list[str]] = {}
-        for rate in measured:
-            for metric, title in TITLES.items():
-                place = f"{title.removesuffix(', ms')} at {rate:.2f}/s"
-                which = verdict(ratios(measured, rate, method, metric), metric)
-                found.setdefault(which, []).append(place)
-        if None in found:
-            sentences.append(f"{method}: two rounds are needed to tell a difference from noise")
-            continue
-        worse = found.get("worse", [])
-        sentences.append(
-            f"{method} is worse than plain vLLM by more than the spread in "
-            + (f"{len(worse)} figures: {'; '.join(worse)}" if worse else "none of the figures")
-            + f" (better in {len(found.get('better', []))}, "
-            + f"within the spread in {len(found.get('within spread', []))})"
-        )
-    return sentences
-
-
 def _others(measured: Measured) -> list[str]:
     methods = dict.fromkeys(method for rounds in measured.values() for method in rounds)
     return [method for method in methods if method != BASELINE]

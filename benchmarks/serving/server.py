@@ -83,17 +83,6 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def is_free(port: int) -> bool:
-    """Whether a server could listen on this port of 127.0.0.1."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     started = time.monotonic()
     reported = 0

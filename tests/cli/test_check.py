@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from lookahead_vllm.cli import check
 from lookahead_vllm.cli.check import Finding, Row
@@ -133,9 +132,7 @@ def test_a_kv_layout_without_trees_is_noted(monkeypatch: pytest.MonkeyPatch) -> 
         assert check.find_cpu_attention().status == status
 
 
-def test_kernels_that_do_not_compile_are_noted_and_wrong_ones_fail(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels_that_do_not_compile_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.find_compiled_kernels().status == "ok"
 
     def fail() -> None:
@@ -144,20 +141,3 @@ def test_kernels_that_do_not_compile_are_noted_and_wrong_ones_fail(
     monkeypatch.setattr(native, "built", fail)
     found = check.find_compiled_kernels()
     assert found == Finding("note", "tree attention runs on plain torch: it did not build")
-
-
-def test_triton_agrees_with_torch() -> None:
-    """On a GPU, and under Triton's interpreter in a process of its own."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        assert check.find_triton().status == "ok"
-    code = "from lookahead_vllm.cli import check; print(check.gpu_error('cpu'))"
-    finished = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert float(finished.stdout) < check.MAX_ERROR

@@ -112,24 +112,6 @@ def test_the_speed_up_weighs_every_step_by_its_cost() -> None:
 # Modes.
 
 
-def test_replay_measures_a_second_pass() -> None:
-    file = file_of(*(trace([1], [2, 3, 4], name) for name in "abcde"))
-    made: list[Scripted] = []
-
-    def make() -> Scripted:
-        made.append(Scripted())
-        return made[-1]
-
-    found = simulate(make, 4, [file], ["cold", "replay"])
-    assert {mode: list(entry["by_category"]) for mode, entry in found.items()} == {
-        "cold": list("abcde"),
-        "replay": list("abcde"),
-    }
-    _, drafter = made  # the first one warmed up
-    started = [entry[1] for entry in drafter.log if entry[0] == "start"]
-    assert len(started) == len(set(started)) == 10  # a replayed trace is a new request
-
-
 def test_every_file_has_a_cache_of_its_own_and_the_figures_are_pooled() -> None:
     good = file_of(trace([1], [2, 3, 4, 5], "x"), name="good.jsonl")
     bad = file_of(trace([1], [6, 7, 8], "x"), trace([1], [6, 7], "y"), name="bad.jsonl")

@@ -78,15 +78,6 @@ def test_requests_take_turns():
     assert sum(length for _, length in clock.inserted) == 6 * CHUNK_TOKENS + 11
 
 
-def test_texts_of_one_request_keep_their_order():
-    clock = Clock(0.0)
-    queue = queue_of(clock, r=CHUNK_TOKENS + 1)
-    queue.add("r", clock.insert("then"), np.zeros(3, np.int32))
-    queue.add("r", clock.insert("empty"), np.zeros(0, np.int32))
-    queue.work()
-    assert clock.inserted == [("r", CHUNK_TOKENS), ("r", 1), ("then", 3)]
-
-
 @pytest.mark.parametrize(("seconds", "turns"), [(-1.0, 0), (0.0, 0), (0.1, 1), (0.6, 2), (99.0, 5)])
 def test_time_in_which_nothing_else_is_done_is_used_too(seconds, turns):
     """A turn takes 0.25 s, and none begins that would end too late, but for the first. This time is

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import BeamSearchParams
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.driving import (
     GREEDY,
@@ -37,8 +36,6 @@ LONG = SamplingParams(temperature=0, max_tokens=90, **LENGTH)
 PROMPTS = random_prompts(12, 30, seed=3)
 LONG_PROMPTS = random_prompts(8, 40, seed=2)
 IN_CHUNKS = [random_prompts(1, 60, seed=s)[0] * 3 for s in (8, 9)]
-SHARED = random_prompts(1, 200, seed=17)[0][:32]
-WITH_A_PREFIX = [[*SHARED, 5], [7], [*SHARED, 6], [9], [*SHARED, 5]]
 
 
 class Plain(NamedTuple):
@@ -52,7 +49,6 @@ class Plain(NamedTuple):
     """To `LONG_PROMPTS`."""
     in_chunks: Answers
     """To `IN_CHUNKS`; plain vLLM on a CPU crashes if it reads them in chunks."""
-    with_a_prefix: Answers
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +59,6 @@ def plain(llama: Path) -> Plain:
             generate(llm, PROMPTS[:6], [*SEEDED, GREEDY]),
             generate(llm, LONG_PROMPTS, LONG),
             generate(llm, IN_CHUNKS, [SEEDED[0], GREEDY]),
-            generate(llm, WITH_A_PREFIX),
         )
 
 
@@ -207,27 +202,6 @@ def test_a_proposer_that_raises_costs_its_step_the_drafts_and_nothing_else(
         counters = drafter_of(llm).counters
         assert counters.failures > 1
         assert counters.accepted_nodes > 16
-
-
-def test_no_request_is_padded_with_empty_drafts(
-    llama: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With one token left to compute, vLLM would reserve room for 16 placeholder drafts."""
-    padded: list[bool] = []
-    original = Scheduler.schedule
-
-    def schedule(self: Scheduler, *args):
-        output = original(self, *args)
-        drafts = output.scheduled_spec_decode_tokens
-        padded.extend(new.req_id in drafts for new in output.scheduled_new_reqs)
-        return output
-
-    monkeypatch.setattr(Scheduler, "schedule", schedule)
-    record(WITH_A_PREFIX, plain.with_a_prefix)
-    with engine(llama, HIDDEN, enable_prefix_caching=True, block_size=32) as llm:
-        assert generate_staggered(llm, WITH_A_PREFIX) == plain.with_a_prefix
-        assert generate(llm, WITH_A_PREFIX) == plain.with_a_prefix
-    assert padded and not any(padded)
 
 
 def test_beam_search_and_requests_with_lookahead_off_get_no_drafts(llama: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,27 +68,6 @@ def test_only_what_a_class_defines_itself_is_patched() -> None:
     for name in ("method", "missing"):
         with pytest.raises(PatchError, match=rf"Child\.{name} does not exist"):
             patches.patch(Child, name, twice)
-
-
-def test_what_is_swapped_comes_back() -> None:
-    cls = fake()
-    plain = vars(cls)["plain"]
-    with (
-        pytest.raises(ZeroDivisionError),
-        patches.swapped(cls, "plain", None),
-        patches.swapped(cls, "plain", 5),
-    ):
-        assert cls.plain == 5
-        raise ZeroDivisionError
-    assert vars(cls)["plain"] is plain
-    instance = cls()
-    with patches.swapped(instance, "size", 2):
-        assert instance.size == 2
-    assert not vars(instance) and instance.size == 1
-    space = SimpleNamespace(size=3)
-    with patches.swapped(space, "size", 4):
-        assert space.size == 4
-    assert space.size == 3
 
 
 def test_the_patches_of_an_engine_are_those_of_the_table(llama: Path, tmp_path: Path) -> None:

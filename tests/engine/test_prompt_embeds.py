@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import EmbedsPrompt, TokensPrompt
 
 from tests.support.driving import drafter_of, engine, random_prompts, runner_of
-from tests.support.proposers import Recorder, record
+from tests.support.proposers import record
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 
@@ -66,25 +66,6 @@ def test_the_prompt_of_an_earlier_request_in_the_same_row_is_not_drafted(
         answers(llm, [embedded(llm, random_prompts(1, 40)[0])], params[1:])
     assert drafted
     assert not set(drafted) & set(secret)
-
-
-def test_a_proposer_gets_the_token_ids_that_a_prompt_has(llama: Path) -> None:
-    Recorder.STARTED.clear()
-    tokens = list(range(10, 22))
-    are_ids = [i not in (0, 4, 5) for i in range(len(tokens))]
-    lookahead = {"proposer": "recorder"}
-    settings = dict(max_num_seqs=1, enable_prompt_embeds=True)
-    with engine(llama, lookahead, drafts=False, **settings) as llm:
-        prompts = [
-            TokensPrompt(prompt_token_ids=tokens),
-            embedded(llm, tokens),
-            embedded(llm, tokens, are_ids),
-        ]
-        one, two, three = answers(llm, prompts)
-    assert one == two == three
-    unknown = -1
-    mixed = [token if is_id else unknown for token, is_id in zip(tokens, are_ids, strict=True)]
-    assert [prompt for prompt, *_ in Recorder.STARTED] == [tokens, [], mixed]
 
 
 @pytest.mark.parametrize("num_seqs", [2, 16])

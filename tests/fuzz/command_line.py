@@ -16,8 +16,6 @@ from typing import Any
 
 from lookahead_vllm.engine.plugin import PLAIN_V2
 
-ROOT = Path(__file__).resolve().parents[2]
-
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     PLAIN_V2: "1",
@@ -96,11 +94,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, help="of all rounds (default: a random one, which is printed)")
     add("--round", type=int, help="play this round only")
     add(
-        "--model",
-        type=Path,
-        help="this model instead of the tiny ones; prompts are cut from this project's README",
-    )
-    add(
         "--models",
         metavar="A,B",
         help="names from tests/support/models.py and hybrid_models.py (default: all)",
@@ -108,8 +101,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not 0 <= args.elsewhere <= 1:
         parser.error(f"--elsewhere {args.elsewhere} was given, but a share is between 0 and 1")
-    if args.model and not (args.model / "config.json").is_file():
-        parser.error(f"--model: there is no {args.model / 'config.json'}")
     if args.round is not None and args.seed is None:
         parser.error("--round needs the --seed that was printed with it")
     return args
@@ -119,17 +110,14 @@ def repeat_command(seed: int, number: int, args: argparse.Namespace) -> str:
     """The command that plays a round again."""
     command = f"scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --seed {seed} --round {number}"
     command += f" --models {args.models}" if args.models else ""
-    command += f" --model {args.model}" if args.model else ""
     command += f" --elsewhere {args.elsewhere}"
     command += " --drafter" if args.drafter else ""
     command += " --fleet" if args.fleet else ""
     return f"\nrepeat it with:\n  {command}\n"
 
 
-def models_and_text(args: argparse.Namespace) -> tuple[list[str], list[int] | None]:
-    """The models to draw from and, with --model, the README's token ids to cut prompts from."""
-    from transformers import AutoTokenizer
-
+def models_of(args: argparse.Namespace) -> list[str]:
+    """The models to draw from."""
     from tests.support.drafters import TARGETS
     from tests.support.hybrid_models import HYBRIDS
     from tests.support.models import TINY
@@ -141,15 +129,10 @@ def models_and_text(args: argparse.Namespace) -> tuple[list[str], list[int] | No
     if unknown := set(models) - set(known):
         known = ", ".join(known)
         sys.exit(f"--models: {', '.join(sorted(unknown))} not among {known}")
-    if args.model:
-        readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        return [str(args.model)], AutoTokenizer.from_pretrained(args.model).encode(readme)
-    return models, None
+    return models
 
 
-def play_rounds(
-    args: argparse.Namespace, models: list[str], text: list[int] | None, seed: int, folder: Path
-) -> Any:
+def play_rounds(args: argparse.Namespace, models: list[str], seed: int, folder: Path) -> Any:
     """Play until something is found or the time is up; the `Report`, or None if a round raised."""
     from tests.fuzz.draw import draw_round
     from tests.fuzz.play import Rounds
@@ -160,9 +143,7 @@ def play_rounds(
     number = 0 if args.round is None else args.round
     player = Rounds(folder)
     while args.round is not None or time.monotonic() < deadline:
-        round_ = draw_round(
-            f"{seed}-{number}", models, text, args.elsewhere, args.drafter, args.fleet
-        )
+        round_ = draw_round(f"{seed}-{number}", models, args.elsewhere, args.drafter, args.fleet)
         try:
             played = player.compare(round_)
         except Exception:
@@ -190,11 +171,11 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore")
     # vLLM is imported from here on, so that --help is fast.
-    models, text = models_and_text(args)
+    models = models_of(args)
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        report = play_rounds(args, models, text, seed, Path(folder))
+        report = play_rounds(args, models, seed, Path(folder))
     if report is None:
         return 1
     print(report.table())

@@ -119,7 +119,6 @@ class FeatureDraws:
 def draw_round(
     seed: str,
     models: list[str],
-    text: list[int] | None = None,
     elsewhere_share: float = 0.125,
     with_drafter: bool = False,
     with_fleet: bool = False,
@@ -128,8 +127,6 @@ def draw_round(
 
     Parameters
     ----------
-    text
-        Token ids that prompts are cut from, for a model outside tests/support/models.py.
     elsewhere_share
         The probability that lookahead's engine runs in other processes.
     with_drafter
@@ -141,7 +138,6 @@ def draw_round(
     model = rng.choice(models)
     features = {f"model {model}"}
     draws = FeatureDraws(rng, features)
-    tiny = text is None
     elsewhere = ""
     if rng.random() < elsewhere_share:
         elsewhere = rng.choice(
@@ -150,8 +146,8 @@ def draw_round(
             + [TWO_REPLICAS] * (model not in HYBRIDS and not with_drafter)
         )
         features.add(f"other processes: {elsewhere}")
-    settings = _draw_settings(draws, model, tiny)
-    stress = _draw_stress(draws, model, settings, tiny)
+    settings = _draw_settings(draws, model)
+    stress = _draw_stress(draws, model, settings)
     lookahead = _draw_lookahead(draws, with_drafter, with_fleet)
     if elsewhere == TWO_REPLICAS:
         lookahead["parallel"] = 2
@@ -164,11 +160,11 @@ def draw_round(
         # With LoRA, vLLM reserves room for all drafts.
         per_request = 1 + max(lookahead["num_speculative_tokens"], 4 * with_drafter)
         stress["max_num_batched_tokens"] = stress["max_num_seqs"] * per_request
-    requests = _draw_requests(draws, text, settings)
+    requests = _draw_requests(draws, settings)
     if draws.has("references", 0.4):
-        _add_references(rng, requests, text)
+        _add_references(rng, requests)
     if lookahead["proposer"] in ("ngram_trie", "hybrid") and draws.has("conversations", 0.4):
-        _add_conversations(rng, requests, text, settings["max_model_len"])
+        _add_conversations(rng, requests, settings["max_model_len"])
     if lookahead["proposer"] == "hybrid":
         for request in rng.sample(requests, len(requests) // 2):
             request.features.add("a proposer of its own")
@@ -181,7 +177,7 @@ def draw_round(
     # Sessions keep KV while they wait, and plain vLLM keeps the thinking tokens of earlier turns.
     may_have_sessions = features.isdisjoint({"thinking", "preemption", "resets"})
     if draws.has("sessions", 0.3 * may_have_sessions):
-        _add_sessions(rng, requests, text, settings["max_model_len"])
+        _add_sessions(rng, requests, settings["max_model_len"])
     return Round(
         model,
         settings,
@@ -196,7 +192,7 @@ def draw_round(
     )
 
 
-def _draw_settings(draws: FeatureDraws, model: str, tiny: bool) -> dict[str, Any]:
+def _draw_settings(draws: FeatureDraws, model: str) -> dict[str, Any]:
     """Draw the arguments of both engines."""
     rng, has = draws.rng, draws.has
     settings: dict[str, Any] = dict(
@@ -228,18 +224,16 @@ def _draw_settings(draws: FeatureDraws, model: str, tiny: bool) -> dict[str, Any
         backend = rng.choice(backends)
         draws.features.add(f"structured output, {backend}")
         settings["structured_outputs_config"] = {"backend": backend}
-        if tiny and has("structured output after reasoning", 0.2):
+        if has("structured output after reasoning", 0.2):
             settings["reasoning_parser"] = "deepseek_r1"
     has("chosen_logprobs", 0.15)
     # vLLM on CPU has no fp8 cache for latent attention.
-    if tiny and model not in LATENT and has("fp8 cache", 0.12):
+    if model not in LATENT and has("fp8 cache", 0.12):
         settings["kv_cache_dtype"] = rng.choice(["fp8", "fp8_e5m2"])
     return settings
 
 
-def _draw_stress(
-    draws: FeatureDraws, model: str, settings: dict[str, Any], tiny: bool
-) -> dict[str, Any]:
+def _draw_stress(draws: FeatureDraws, model: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Draw further arguments of the lookahead engine, and `reasoning_config` for both engines."""
     rng, has = draws.rng, draws.has
     stress: dict[str, Any] = dict(max_num_seqs=rng.choice([1, 3, 16]))
@@ -248,7 +242,7 @@ def _draw_stress(
         # Enough blocks for one request of full length, even with two KV cache groups.
         blocks = settings["max_model_len"] // 32 * 2 + 3
         stress.update(num_gpu_blocks_override=blocks, max_num_seqs=16)
-    elif tiny and has("thinking", 0.3):
+    elif has("thinking", 0.3):
         # Not with preemption, after which plain vLLM restarts its count of thinking tokens.
         # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
         ends = ["</think>", "the</think>"][: 2 - ("reasoning_parser" in settings)]
@@ -294,37 +288,33 @@ def _draw_lookahead(draws: FeatureDraws, with_drafter: bool, with_fleet: bool) -
     return lookahead
 
 
-def _draw_requests(
-    draws: FeatureDraws, text: list[int] | None, settings: dict[str, Any]
-) -> list[Request]:
+def _draw_requests(draws: FeatureDraws, settings: dict[str, Any]) -> list[Request]:
     rng = draws.rng
     tenants = [Tenant(None, None, range(SPECIAL, VOCAB), [])]
     if draws.has("namespaces", 0.5):
         disjoint = draws.has("namespaces of disjoint vocabularies", 0.5)
         tenants = _tenants(rng, disjoint)
     for tenant in tenants:
-        tenant.prefix = _draw_tokens(rng, rng.randint(0, 40), text, tenant.vocabulary)
+        tenant.prefix = _draw_tokens(rng, rng.randint(0, 40), tenant.vocabulary)
     return [
-        _draw_request(rng, rng.choice(tenants), text, draws.features, settings)
+        _draw_request(rng, rng.choice(tenants), draws.features, settings)
         for _ in range(rng.randint(16, 40))
     ]
 
 
-def _add_references(rng: random.Random, requests: list[Request], text: list[int] | None) -> None:
+def _add_references(rng: random.Random, requests: list[Request]) -> None:
     """Give a third of the requests one or two references."""
     for request in rng.sample(requests, len(requests) // 3):
         request.features.add("reference")
         request.references = [
             rng.randrange(len(requests))
             if rng.random() < 0.5
-            else _draw_tokens(rng, rng.choice(REFERENCE_LENGTHS), text)
+            else _draw_tokens(rng, rng.choice(REFERENCE_LENGTHS))
             for _ in range(1 if rng.random() < 0.7 else 2)
         ]
 
 
-def _add_conversations(
-    rng: random.Random, requests: list[Request], text: list[int] | None, max_model_len: int
-) -> None:
+def _add_conversations(rng: random.Random, requests: list[Request], max_model_len: int) -> None:
     """Let most requests go on from the prompt of an earlier one of their tenant, or from a part of
     it, some of them with tool results."""
     for i, request in enumerate(requests):
@@ -339,17 +329,15 @@ def _add_conversations(
             continue
         other = rng.choice(others[-3:])
         kept = len(other.prompt) - rng.choice([0, 0, 1, 2, 3, 4, rng.randint(0, len(other.prompt))])
-        longer = other.prompt[: max(kept, 0)] + _draw_tokens(rng, rng.randint(2, 12), text)
+        longer = other.prompt[: max(kept, 0)] + _draw_tokens(rng, rng.randint(2, 12))
         request.prompt = longer[: max_model_len - 8]
         request.arrival = other.arrival + rng.randint(0, 60)
         if rng.random() < 0.5:
             request.features.add("tool results")
-            request.spellings = [_draw_tokens(rng, rng.randint(1, 100), text)]
+            request.spellings = [_draw_tokens(rng, rng.randint(1, 100))]
 
 
-def _add_sessions(
-    rng: random.Random, requests: list[Request], text: list[int] | None, max_model_len: int
-) -> None:
+def _add_sessions(rng: random.Random, requests: list[Request], max_model_len: int) -> None:
     """Make streaming sessions of a third of the requests that can be one."""
     possible = [
         request
@@ -360,9 +348,7 @@ def _add_sessions(
         and request.params.keys().isdisjoint({"n", "prompt_logprobs"})
     ]
     for request in rng.sample(possible, -(-len(possible) // 3)):
-        request.turns = [
-            _draw_tokens(rng, rng.randint(1, 6), text) for _ in range(rng.randint(1, 3))
-        ]
+        request.turns = [_draw_tokens(rng, rng.randint(1, 6)) for _ in range(rng.randint(1, 3))]
         request.queued = rng.random() < 0.5
         request.streamed = True
         request.features.add("streaming session")
@@ -400,13 +386,9 @@ def _tenants(rng: random.Random, disjoint: bool) -> list[Tenant]:
 def _draw_tokens(
     rng: random.Random,
     count: int,
-    text: list[int] | None,
     vocabulary: range = range(SPECIAL, VOCAB),
 ) -> list[int]:
-    if text is None:
-        return [rng.choice(vocabulary) for _ in range(count)]
-    start = rng.randrange(len(text) - count)
-    return text[start : start + count]
+    return [rng.choice(vocabulary) for _ in range(count)]
 
 
 def _draw_embedded(rng: random.Random, length: int) -> list[bool]:
@@ -423,13 +405,12 @@ def _draw_embedded(rng: random.Random, length: int) -> list[bool]:
 def _draw_request(
     rng: random.Random,
     tenant: Tenant,
-    text: list[int] | None,
     features: set[str],
     settings: dict[str, Any],
 ) -> Request:
     # Half of the prompts share a prefix with their tenant's others; some repeat themselves.
     prompt = tenant.prefix[: rng.randint(0, len(tenant.prefix))] if rng.random() < 0.5 else []
-    prompt = prompt + _draw_tokens(rng, rng.randint(2, 24), text, tenant.vocabulary)
+    prompt = prompt + _draw_tokens(rng, rng.randint(2, 24), tenant.vocabulary)
     if rng.random() < 0.3:
         prompt = prompt + prompt[: rng.randint(1, len(prompt))]
     if "thinking" in features and rng.random() < 0.6:

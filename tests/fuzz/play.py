@@ -369,12 +369,11 @@ class Rounds:
             settings["logits_processors"] = [NoRepeat]
         if "reasoning_config" in settings:
             settings["reasoning_config"] = ReasoningConfig(**settings["reasoning_config"])
-        model = Path(round_.model)
         if round_.processes == TWO_STAGES:  # each stage would draw weights of its own
             folder = self._folder / "stages"
             folder.mkdir(exist_ok=True)
             model = save_tokenizer(save_tiny_model(round_.model, folder))
-        elif round_.model in CONFIGS:
+        else:
             settings["load_format"] = WANDERING
             # With embeddings, vLLM adds a token to the tokenizer that it caches by path.
             folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")

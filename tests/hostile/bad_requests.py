@@ -44,14 +44,9 @@ class Request:
     body: bytes
     expected: Expected = "refused"
 
-    def without_lookahead(self, refused: bool = False) -> Request:
-        """A request of equal length, in which lookahead's fields have names that no server knows.
-
-        With `refused`, every vLLM refuses it.
-        """
+    def without_lookahead(self) -> Request:
+        """The request with names that no server knows in place of lookahead's fields."""
         body = self.body.replace(b"lookahead", b"lookabout").replace(b"prediction", b"predictiom")
-        if refused:
-            body = body.replace(b'tokens": 1,', b'tokens": 0,', 1)
         return replace(self, body=body)
 
 

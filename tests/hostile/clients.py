@@ -10,7 +10,6 @@ import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 TIMEOUT_SECONDS = 300.0
@@ -92,23 +91,6 @@ async def read_head(reader: asyncio.StreamReader) -> int:
 # ---- the good client -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A streamed answer.
-
-    Attributes
-    ----------
-    tokens : tuple of int
-        Token ids.
-    seconds_per_token : float
-        Mean from the request to the last token. Times between chunks would mislead, because a
-        busy server sends several tokens in one chunk.
-    """
-
-    tokens: tuple[int, ...]
-    seconds_per_token: float
-
-
 def good_request(rng: random.Random, max_tokens: int) -> dict[str, Any]:
     """Draw a request with a reproducible answer: greedy, or sampled with a seed."""
     sampling: dict[str, Any] = {"temperature": 0}
@@ -128,10 +110,9 @@ def good_request(rng: random.Random, max_tokens: int) -> dict[str, Any]:
     }
 
 
-async def stream(port: int, request: dict[str, Any]) -> Answer:
+async def stream(port: int, request: dict[str, Any]) -> list[int]:
     """Send a good request; RuntimeError unless it gets all its tokens."""
     tokens: list[int] = []
-    start = last = time.perf_counter()
     async with asyncio.timeout(TIMEOUT_SECONDS), connected(port) as (reader, writer):
         writer.write(http_message("/v1/completions", json.dumps(request).encode()))
         status = await read_head(reader)
@@ -143,12 +124,10 @@ async def stream(port: int, request: dict[str, Any]) -> Answer:
             chunk = json.loads(line[6:])
             if "error" in chunk:
                 raise RuntimeError(f"a good request failed: {line[:300]!r}")
-            if new_tokens := chunk["choices"][0]["token_ids"]:
-                tokens += new_tokens
-                last = time.perf_counter()
+            tokens += chunk["choices"][0]["token_ids"] or ()
     if len(tokens) != request["max_tokens"]:
         raise RuntimeError(f"a good request was answered with {len(tokens)} tokens")
-    return Answer(tuple(tokens), (last - start) / len(tokens))
+    return tokens
 
 
 # ---- hostile clients -----------------------------------------------------------------------------

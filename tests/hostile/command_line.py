@@ -27,8 +27,6 @@ Each of these is required, and a violation if it does not hold:
   - a bad request gets a status of 400 to 499 and one sentence, in less than 2 KB and 5 s;
   - a good client's tokens are plain vLLM's;
   - memory grows by at most 2 % in 10 minutes (shorter runs only print it);
-  - a good client's time per token, p50 and p99, grows by at most 10 % against the same load without
-    lookahead's fields, in alternating phases on the same server; plain vLLM's is printed, too;
   - a client's resources are released when it leaves;
   - the server ends with status 0 on SIGTERM, without a traceback or a process left.
 What plain vLLM does wrong with the same bytes, with lookahead's fields renamed, is listed and not
@@ -60,7 +58,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "--rate",
         type=float,
         default=20.0,
-        help="hostile clients a second while a good one is timed (default: 20)",
+        help="hostile clients a second while a good one asks (default: 20)",
     )
     args = parser.parse_args(argv)
     if not 0 < args.rate <= 1000:

@@ -7,11 +7,12 @@ import random
 from typing import Any, TypeAlias
 
 from tests.hostile import clients
-from tests.hostile.clients import Answer
 from tests.hostile.report import Report
 from tests.hostile.watch import Watch
 
 Good: TypeAlias = dict[str, Any]
+Answer: TypeAlias = list[int]
+"""Token ids."""
 
 NUM_KNOWN = 24
 BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -27,8 +28,6 @@ class GoodClient:
         self._plain = plain
         self._known: list[tuple[Good, Answer]] = []
         """Requests with plain vLLM's answers."""
-        self._pending: list[tuple[Good, Answer]] = []
-        """Requests with lookahead's answers, which plain vLLM has not answered yet."""
         self._next_known = 0
 
     async def ask_plain(self, rng: random.Random) -> None:
@@ -48,30 +47,12 @@ class GoodClient:
         if (answer := await self._answer(self._lookahead, request)) is not None:
             await self._compare(request, answer, expected)
 
-    async def ask_timed(self, watch: Watch, rng: random.Random) -> float | None:
-        """Send one request; return its seconds per token, or None if it failed.
-
-        Plain vLLM gets the requests that lookahead has answered; all others are new.
-        """
-        if watch is self._plain and self._pending:
-            request, expected = self._pending.pop(0)
-        else:
-            request, expected = clients.good_request(rng, max_tokens=128), None
-        answer = await self._answer(watch, request)
-        if answer is None:
-            return None
-        if expected is not None:
-            await self._compare(request, expected, answer)
-        elif watch is self._lookahead:
-            self._pending.append((request, answer))
-        return answer.seconds_per_token
-
-    async def compare_pending(self) -> None:
-        """Compare the answers for which plain vLLM's phase was too short."""
-        while self._pending:
-            request, answer = self._pending.pop(0)
-            if (expected := await self._answer(self._plain, request)) is not None:
-                await self._compare(request, answer, expected)
+    async def ask_new(self, rng: random.Random) -> None:
+        """Send both servers a request that neither knows."""
+        request = clients.good_request(rng, max_tokens=128)
+        answers = [await self._answer(watch, request) for watch in (self._lookahead, self._plain)]
+        if None not in answers:
+            await self._compare(request, *answers)
 
     async def _answer(self, watch: Watch, request: Good) -> Answer | None:
         try:
@@ -88,14 +69,14 @@ class GoodClient:
 
     async def _compare(self, request: Good, answer: Answer, expected: Answer) -> None:
         """Compare lookahead's answer with plain vLLM's."""
-        if answer.tokens == expected.tokens:
+        if answer == expected:
             return
         if await self._is_tie(request, answer):
             self._report.ties += 1
             return
         self._report.violation(
-            f"a good request was answered with {answer.tokens}, by plain vLLM with "
-            f"{expected.tokens} (--seed {self._report.seed}): {request}"
+            f"a good request was answered with {answer}, by plain vLLM with {expected} "
+            f"(--seed {self._report.seed}): {request}"
         )
 
     async def _is_tie(self, request: Good, answer: Answer) -> bool:
@@ -104,6 +85,6 @@ class GoodClient:
         for size in BATCH_SIZES:
             batch = [request, *others[: size - 1]]
             answers = await asyncio.gather(*(clients.stream(self._plain.port, q) for q in batch))
-            if answers[0].tokens == answer.tokens:
+            if answers[0] == answer:
                 return True
         return False

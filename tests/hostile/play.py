@@ -1,7 +1,7 @@
 """A run: hostile clients against a server with lookahead, and against a plain one beside it.
 
 First come bad requests, one at a time, so that each fault belongs to one request; then as many
-references and namespaces as the server takes; then the phases of `phases.py`.
+references and namespaces as the server takes; then the load of `load.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lookahead_vllm.engine.plugin import PLAIN_V2
 from tests.hostile import bad_requests, clients
 from tests.hostile.bad_requests import MAX_TOKENS, Request
 from tests.hostile.good_client import GoodClient
-from tests.hostile.phases import HostileActions, Phases, log
+from tests.hostile.load import HostileActions, Load, log
 from tests.hostile.report import Fault, Report, faults_of
 from tests.hostile.watch import Watch
 from tests.support.models import save_tiny_model
@@ -50,9 +50,9 @@ class Plan:
     seed : int
         Seed of everything that is drawn.
     rate : float
-        Hostile clients per second in the phases.
+        Hostile clients per second in the load.
     is_quick : bool
-        Short phases and few bad requests; times and memory cannot be violations.
+        Few bad requests; times and memory cannot be violations.
     """
 
     minutes: float
@@ -112,8 +112,7 @@ class Run:
         self._plain = plain
         self._rng = random.Random(plan.seed)
         self._good_client = GoodClient(report, lookahead, plain)
-        seconds = 2.0 if plan.is_quick else 20.0
-        self._phases = Phases(report, self._good_client, lookahead, plain, plan.rate, seconds)
+        self._load = Load(report, self._good_client, lookahead, plain, plan.rate)
 
     async def everything(self) -> None:
         end = time.monotonic() + 60 * self._plan.minutes
@@ -122,12 +121,9 @@ class Run:
         await self._bad_requests(stop=time.monotonic() + 20 * self._plan.minutes)
         await self._largest_references()
         await self._many_namespaces(seconds=max(1.0, (end - time.monotonic()) / 10))
-        actions = HostileActions(self._rng)
+        await self._load.run(HostileActions(self._rng), end)
         if not self._plan.is_quick:
-            await self._phases.warm_up(actions)
-        await self._phases.run(actions, end)
-        if not self._plan.is_quick:
-            self._report.judge_figures()
+            self._report.judge_memory()
         await self._check_after_all()
 
     async def _bad_requests(self, stop: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.hostile.bad_requests import Request
@@ -13,12 +12,8 @@ from tests.hostile.clients import Reply
 MAX_REFUSAL_BYTES = 2048
 MAX_REFUSAL_SECONDS = 5.0
 MAX_MEMORY_GROWTH = 0.02
-MAX_TIME_GROWTH = 0.10
 MIN_MEMORY_MINUTES = 10.0
 """In shorter runs, memory growth is no violation."""
-
-LOADS = ("lookahead", "lookahead, fields renamed", "plain, fields renamed")
-"""Server and hostile requests of the three loads under which a good client is timed."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +74,6 @@ def _faults_of_refusal(body: bytes, start: str) -> list[Fault]:
     return faults
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 @dataclass
 class Report:
     """The figures of a run.
@@ -98,10 +88,8 @@ class Report:
         Faults that plain vLLM has as well, by kind.
     sent : Counter of str
         Hostile requests by kind.
-    seconds_per_token : dict of str to list of float
-        Of a good client's answers, by load.
-    memory_growth : dict of str to float
-        Relative growth of a server's resident memory.
+    memory_growth : float
+        Relative growth of the resident memory of the server with lookahead.
     """
 
     seed: int
@@ -113,8 +101,7 @@ class Report:
     good_answers: int = 0
     ties: int = 0
     slowest_refusal: float = 0.0
-    seconds_per_token: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    memory_growth: dict[str, float] = field(default_factory=dict)
+    memory_growth: float = 0.0
     minutes_watched: float = 0.0
 
     def violation(self, description: str) -> None:
@@ -130,37 +117,20 @@ class Report:
         else:
             self.violation(f"{name}: {fault.description} (--seed {self.seed})")
 
-    def judge_figures(self) -> None:
-        """Growing memory, and a good client that lookahead's fields slow down, are violations."""
-        growth, minutes = self.memory_growth["lookahead"], self.minutes_watched
+    def judge_memory(self) -> None:
+        """Growing memory is a violation."""
+        growth, minutes = self.memory_growth, self.minutes_watched
         if growth > MAX_MEMORY_GROWTH and minutes >= MIN_MEMORY_MINUTES:
             self.violation(f"memory grew by {growth:.1%} in {minutes:.0f} minutes")
-        for share, name in ((0.5, "p50"), (0.99, "p99")):
-            ours, renamed, _ = (quantile(self.seconds_per_token[load], share) for load in LOADS)
-            if ours / renamed > 1 + MAX_TIME_GROWTH:
-                self.violation(
-                    f"{name} of a good client's time per token grows by {ours / renamed - 1:.0%} "
-                    "when hostile clients use lookahead's fields"
-                )
 
     def summary(self) -> str:
         """The closing line of a run."""
-        line = (
+        return (
             f"{len(self.violations)} violations, {sum(self.sent.values())} hostile requests, "
             f"{self.namespaces} namespaces, {self.good_answers} good answers "
-            f"({self.ties} ties), slowest refusal {self.slowest_refusal:.2f} s"
+            f"({self.ties} ties), slowest refusal {self.slowest_refusal:.2f} s, "
+            f"memory {self.memory_growth:+.1%} in {self.minutes_watched:.0f} min"
         )
-        for name, grown in self.memory_growth.items():
-            line += f", memory of {name} {grown:+.1%} in {self.minutes_watched:.0f} min"
-        if all(self.seconds_per_token[load] for load in LOADS):
-            for share, name in ((0.5, "p50"), (0.99, "p99")):
-                ours, *others = (quantile(self.seconds_per_token[load], share) for load in LOADS)
-                line += (
-                    f", {name} of the time per token {ours * 1e3:.2f} ms"
-                    f" ({ours / others[0]:.2f} x without the fields,"
-                    f" {ours / others[1]:.2f} x plain)"
-                )
-        return line
 
     def table(self) -> str:
         lines = ["", "hostile requests by kind:"]

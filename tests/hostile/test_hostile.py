@@ -1,4 +1,4 @@
-"""Hostile clients do not affect others. `scripts/hostile.py` also checks times."""
+"""Hostile clients do not affect others. `scripts/hostile.py` runs longer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_hostile_clients_do_not_affect_a_good_client(tmp_path: Path) -> None:
     report = play(Plan(minutes=0.25, seed=1, rate=40.0, is_quick=True), tmp_path)
     print(report.table())
     assert not report.violations, "\n".join(report.violations)
-    assert report.memory_growth["lookahead"] < 0.25
+    assert report.memory_growth < 0.25
     assert report.namespaces and report.good_answers
     kinds = {"bad requests", "a new namespace", "largest references", "aborted streams"}
     assert report.sent.keys() >= {*kinds, "read slowly"} and report.sent.keys() & CUTS.keys()

@@ -69,24 +69,6 @@ def test_the_turns_of_a_session_are_prompted_with_those_before_them(tmp_path: Pa
     assert file.too_short == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[" * 200_000, "t.jsonl, line 2: its values are nested too deeply"),
-        (b'{"prompt_token_ids": [1], "category": "\xe9"}', "line 2: it is not text in UTF-8"),
-        (b"\xff\xfe{\0}\0", "line 2: it is not text in UTF-8"),
-        (b"9" * 5000, "line 2: it is not JSON"),
-    ],
-)
-def test_a_line_that_cannot_be_parsed_is_named(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
-    path = jsonl(tmp_path / "t.jsonl", line([1, 2]))
-    path.write_bytes(path.read_bytes() + content)
-    with pytest.raises(TraceError, match=message):
-        load_traces(path)
-
-
 class Letters:
     """A renderer with a token for each character of the contents, and 1 before an answer."""
 

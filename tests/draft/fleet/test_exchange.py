@@ -219,25 +219,6 @@ def test_what_waits_for_a_missing_server_is_bounded(
     engine.exchange.close()
 
 
-@pytest.mark.parametrize(
-    ("setting", "reason"),
-    [(("--maxmemory", "1"), "OutOfMemory"), (("--requirepass", "secret"), "Authentication")],
-)
-def test_a_server_that_refuses_is_named_once(
-    setting: tuple[str, str], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = RedisServer(tmp_path, *setting)
-    engine = Engine(server.url)
-    for _ in range(5):
-        engine.answer()
-        time.sleep(0.1)
-    engine.exchange.close()
-    server.kill()
-    (line,) = [r.getMessage() for r in caplog.records if "does not share" in r.getMessage()]
-    assert reason in line
-    assert engine.exchange.traffic.published == 0
-
-
 RIGHTS = ["ping", "xadd", "expire", "xrange", "xrevrange", "time"]
 
 

@@ -1,7 +1,5 @@
 """If there are too many namespaces, those with the fewest n-grams are forgotten."""
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -46,25 +44,6 @@ def test_the_space_of_a_live_request_is_not_forgotten():
     for i in range(30):
         namespaces.space_of(str(i), lambda: {first})
     assert namespaces.space_of("first", set) == first
-
-
-def test_a_save_while_a_namespace_is_named_again_does_not_lose_it():
-    namespaces = Namespaces(Trie(1024))
-    space = namespaces.space_of("team", set)
-    saved = []
-    save = threading.Thread(target=lambda: saved.append(namespaces.to_dict()))
-
-    class Saved(dict):
-        def pop(self, *args):
-            popped = super().pop(*args)
-            save.start()
-            save.join(0.2)  # the save may end now, or wait
-            return popped
-
-    namespaces._spaces = Saved(namespaces._spaces)
-    assert namespaces.space_of("team", set) == space
-    save.join()
-    assert saved == [{"team": space}]
 
 
 def test_edges_are_counted_by_space():

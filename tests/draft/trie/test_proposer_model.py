@@ -4,14 +4,12 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import Phase, assume, given, settings
-from hypothesis import seed as hypothesis_seed
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate
-from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from tests.support.reference_trie import ProposerModel
 
@@ -153,12 +151,3 @@ def check_isolation(steps, max_nodes):
 @given(namespace_steps, st.sampled_from([1024, 100_000]))
 def test_no_draft_has_n_grams_that_only_another_namespace_has_seen(steps, max_nodes):
     check_isolation(steps, max_nodes)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_one_space_for_all_namespaces_is_noticed(seed, monkeypatch):
-    space_of = Namespaces.space_of
-    monkeypatch.setattr(Namespaces, "space_of", lambda self, _, live: space_of(self, "", live))
-    examples = settings(deadline=None, database=None, phases=[Phase.generate])
-    with pytest.raises(AssertionError):
-        examples(hypothesis_seed(seed)(given(namespace_steps, st.just(100_000))(check_isolation)))()

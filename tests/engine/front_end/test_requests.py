@@ -25,7 +25,7 @@ from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.front_end import requests
 from lookahead_vllm.engine.front_end.requests import with_early_check
 from lookahead_vllm.engine.request_options import RequestError, parse_options
-from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts, runner_of
+from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.support.models import save_adapter, save_tiny_model
 from tests.support.proposers import Recorder
 
@@ -249,31 +249,3 @@ def test_every_endpoint_refuses_an_option_that_it_would_ignore(
     assert "'lookahead_enabled' was given at the top" in wrong.json()["error"]["message"]
     right = endpoints.post(endpoint, json=body)
     assert "has no attribute" in right.text  # the engine's
-
-
-@pytest.mark.parametrize("leads", [True, False])
-def test_references_are_kept_only_until_they_are_inserted(llama: Path, leads: bool) -> None:
-    """And only by the rank that drafts."""
-    with engine(llama, {"budget": 16}) as llm:
-        drafter_of(llm).is_drafting_rank = leads
-        requests: Any = runner_of(llm)._late._requests
-        seen = []
-        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, detokenize=False)
-        params.extra_args = {"lookahead_reference": [[7, 8, 9]]}
-        core = llm.llm_engine
-        core.add_request("r", TokensPrompt(prompt_token_ids=[5, 6]), params)
-        start = requests.start
-
-        def watched(new: Any) -> None:
-            start(new)
-            seen.extend(len(one.options.references) for one in requests._requests.values())
-
-        requests.start = watched
-        for _ in range(3):  # the proposer learns a step's tokens in the next one
-            core.step()
-        assert seen == [1] * leads
-        assert not any(one.options for one in requests._requests.values())
-        (request,) = core.engine_core.engine_core.scheduler.requests.values()
-        assert request.sampling_params.extra_args["lookahead"]["reference"] == []
-        while core.has_unfinished_requests():
-            core.step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.model_runner.step import Step
-from tests.support.driving import engine, generate, random_prompts
 from tests.support.proposers import TestProposer
 
 
@@ -134,24 +132,3 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
         late.start(new)
     late.learn()
     assert (learned, awaited) == ([("r", [5])], [verified, None])
-
-
-def test_no_choices_are_kept_for_an_ended_request(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has rows in the steps in flight, but its text has ended before them."""
-    params = SamplingParams(max_tokens=40, temperature=1, seed=0, detokenize=False)
-    params.stop_token_ids = list(range(0, 128, 8))
-    remaining: list[int] = []
-    add_step = LateDrafts.add_step
-
-    def watched(self: LateDrafts, step: Step) -> None:
-        arrays = self._requests.progress.arrays
-        for req_id in () if step.verified is None else step.verified.request_ids:
-            remaining.append(int(arrays.remaining[self._requests[req_id].row]))
-        add_step(self, step)
-
-    monkeypatch.setattr(LateDrafts, "add_step", watched)
-    with engine(llama, {"proposer": "hybrid", "budget": 8}) as llm:
-        generate(llm, random_prompts(12, 20), params)
-    assert len(remaining) > 50 and min(remaining) > 0

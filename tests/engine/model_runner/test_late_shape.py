@@ -12,7 +12,6 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.engine.model_runner.late_shape import LateMetadata
 from tests.support import graph_engine
@@ -203,29 +202,6 @@ def test_steps_without_slots_are_one_launch_after_the_model_too(
         assert any(tail.num_tokens > graph.num_tokens for graph, tail in tails)
 
 
-@pytest.mark.parametrize(("waiting", "pays"), [(0.0, True), (50.0, False)])
-def test_slots_are_kept_while_drafts_are_worth_the_waiting(
-    waiting: float, pays: bool, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nodes are sent in either case: the step has waited for them already."""
-    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
-    cost = StepCost(CostCurve([1, 1024], [1.0, 1.001]), drafts=waiting)
-    monkeypatch.setattr(cost, "observe", lambda work, time: time)
-    with lookahead("eager", llama, {"proposer": "ngram_trie"}, drafts=None) as llm:
-        generate(llm, PROMPTS[:2], params)  # learned
-        drafter_of(llm).proposer.cost = cost
-        steps = Steps(llm, monkeypatch)
-        core: Any = llm.llm_engine.engine_core
-        core.engine_core.scheduler._empty_steps = 0
-        launches = []
-        model = runner_of(llm).model
-        forward = model.forward
-        monkeypatch.setattr(
-            model, "forward", lambda *a, **k: launches.append(1) or forward(*a, **k)
-        )
-        generate(llm, random_prompts(2, 40, vocab=9, seed=8), params)
-        with_slots = (steps.early + steps.waiting) / len(launches)
-        assert with_slots > 0.9 if pays else 0.1 < with_slots < 0.4
 
 
 LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)

@@ -18,7 +18,6 @@ from lookahead_vllm.engine.model_runner import gpu_worker
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.late_shape import LateShape
 from lookahead_vllm.engine.model_runner.node_history import NodeHistory
-from lookahead_vllm.engine.model_runner.step import Step
 from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.worker import gpu_attention, latent_attention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
@@ -73,27 +72,6 @@ def test_vllms_warm_up_runs_a_step_of_the_most_nodes(
         assert max(grown) == largest_step
         assert not drafter_of(llm).counters.trees
         assert generate(llm, prompts) == vanilla
-
-
-@pytest.mark.parametrize("may_branch", [True, False])
-def test_warming_up_fills_every_slot(may_branch: bool) -> None:
-    drafts = WarmUpDrafts(may_branch, 100)
-    cached = SimpleNamespace(req_ids=["a", "b", "c"], num_computed_tokens=[6, 9, 4])
-    scheduled: Any = SimpleNamespace(
-        scheduled_spec_decode_tokens={"b": [0] * 4, "c": [0], "new": [0]},
-        scheduled_cached_reqs=cached,
-    )
-    step = Step(scheduled)
-    found = drafts.grow(step)
-    assert found.req_ids == ["b", "c"] and found.num_tokens.tolist() == [10, 5]
-    assert found.forest.sizes.tolist() == [4, 1]
-    assert found.forest.branching.tolist() == [may_branch, False]
-    found.forest[0].check(10, 4)
-    assert not drafts.grow(step, {"b"}).forest.branching.any()
-    assert WarmUpDrafts(may_branch, 3).grow(step).forest.sizes.tolist() == [2, 1]
-    assert not WarmUpDrafts(may_branch, 1).grow(step).req_ids  # fewer nodes than requests
-    scheduled.scheduled_spec_decode_tokens = {}
-    assert not drafts.grow(step).req_ids
 
 
 BY_STEPS = {"_convolve", "_mamba2", "_gated_delta", "_move_states", "_move_inputs"}

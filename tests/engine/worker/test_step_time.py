@@ -13,11 +13,8 @@ import pytest
 from vllm import LLM, TokensPrompt
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost, StepWork
-from lookahead_vllm.engine import messages
-from lookahead_vllm.engine.scheduler.pauses import Pauses
 from lookahead_vllm.engine.worker import drafter
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
-from lookahead_vllm.engine.worker.step_clock import StepClock
 from lookahead_vllm.engine.worker.step_recorder import StepRecorder
 from tests.support.driving import GREEDY, drafter_of, engine, runner_of
 
@@ -98,48 +95,6 @@ def test_time_in_which_the_engine_does_not_run_is_no_step(
             assert max(times) < PAUSE / 2
         # A step that takes so long in the worker is one.
         assert max(times_of_steps(llm, clock.advance_in_step)) >= PAUSE
-
-
-def test_a_step_without_tokens_is_part_of_the_pause() -> None:
-    pauses = Pauses()
-    now = 100.0
-    pauses.clock = lambda: now
-    pauses.begin()
-
-    def step(num_tokens: int, seconds: float, after: float) -> float:
-        nonlocal now
-        output: Any = SimpleNamespace(total_num_scheduled_tokens=num_tokens)
-        pauses.end()
-        pauses.send(output)
-        now += seconds
-        pauses.receive(output)
-        pauses.begin()
-        now += after
-        return messages.pause_before(output)
-
-    step(1, seconds=2, after=3)
-    assert step(1, seconds=2, after=5) == 3
-    assert step(0, seconds=7, after=11) == 0
-    assert step(1, seconds=2, after=0) == 5 + 7 + 11
-    assert step(1, seconds=2, after=0) == 0
-
-
-def test_a_step_with_a_long_pause_is_not_measured() -> None:
-    clock = StepClock()
-    now = 0.0
-    clock.clock = lambda: now
-    assert clock.tick() is None
-    now += 10
-    assert clock.tick() == 10
-    clock.pause(1)
-    now += 10
-    assert clock.tick() == 10
-    clock.pause(4)
-    clock.pause(2)
-    now += 10
-    assert clock.tick() is None
-    now += 10
-    assert clock.tick() == 10
 
 
 def test_a_stalled_step_is_not_reported_and_a_slow_machine_is() -> None:
