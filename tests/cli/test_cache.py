@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from huggingface_hub import HfApi
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -367,7 +366,6 @@ def test_info_prints_the_contents_of_a_file(
     ("given", "message"),
     [
         ("build", "the following arguments are required: --model, --texts, --out"),
-        ("", "are required: COMMAND"),
         (
             "build --model {model} --texts {text} {there}/no --out {there}/c",
             "there is no file {there}/no",
@@ -378,13 +376,7 @@ def test_info_prints_the_contents_of_a_file(
             "build --model {model} --texts {text} --out {there}/no/c",
             "there is no folder {there}/no",
         ),
-        ("build --model {model} --texts {text} --out {there}", "{there} is a folder"),
         ("build --model {model} --texts {text} --out {text}", "a.txt exists; write --add"),
-        (
-            "build --model {model} --texts {text} --out {text} --add",
-            "it is not a cache of lookahead",
-        ),
-        ("build --model {model} --texts {text} --out {there}/c --add", "c: No such file"),
         (
             "build --model {model} --texts {text} --out {there}/c --max-nodes 9",
             "max_nodes=9 was given",
@@ -394,7 +386,6 @@ def test_info_prints_the_contents_of_a_file(
             "has 8192, which --add keeps",
         ),
         ("info {text}", "a.txt: it is not a cache of lookahead"),
-        ("info {there}/no", "no: No such file"),
     ],
 )
 def test_a_wrong_command_line_gets_one_sentence(
@@ -411,39 +402,6 @@ def test_a_wrong_command_line_gets_one_sentence(
     assert error_line.startswith(f"{command}: error: ")
     assert message.format(**places) in error_line
     assert sorted(cache.parent.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda a, f: f.update(share="odd"), "it was made with options that this release"),
-        (lambda a, f: a.pop("edges"), "its edges are missing"),
-    ],
-)
-@pytest.mark.parametrize("command", ["info", "build"])
-def test_a_file_that_does_not_fit_this_release_gets_one_sentence(
-    command: str,
-    change: Any,
-    message: str,
-    cache: Path,
-    model: Path,
-    tokenizer: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    arrays, facts = cache_file.load(cache)
-    change(arrays, facts)
-    monkeypatch.setattr(cache_file, "spaces_of", lambda rows: np.zeros(len(rows)))
-    cache_file.save(cache, arrays, facts, cache_file.fingerprint(tokenizer.get_vocab()))
-    given = [command, str(cache)]
-    if command == "build":
-        texts = ["--texts", str(cache.with_name("a.txt")), "--out", str(cache), "--add"]
-        given = [command, "--model", str(model), *texts]
-    with pytest.raises(SystemExit) as error:
-        main(given)
-    assert error.value.code == 2
-    error_line = capsys.readouterr().err.splitlines()[-1]
-    assert f"error: {cache}: it" in error_line and message in error_line
 
 
 def test_ctrl_c_writes_nothing(

