@@ -23,7 +23,7 @@ from tests.support.models import TINY, WANDERING, save_config
 from tests.support.proposers import record
 
 IN_DECODERS = ("qwen2_vl", "qwen3_vl", "deepseek_v2", "deepseek_v3")
-"""`test_decoders.py` tests these."""
+"""`test_mrope_and_latents.py` tests these."""
 NAMES = tuple(name for name in TINY if name not in IN_DECODERS)
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}

@@ -1,4 +1,4 @@
-"""An engine whose captured graphs are replayed gives plain vLLM's tokens."""
+"""Recurrent layers in an engine whose captured graphs are replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA path without a GPU: batches, overwritten rows, CUDA graphs.
+"""Attention of trees on a GPU, without one: overwritten rows, warm-up, which layers have trees.
 
 The kernels have their own tests (`tests/verify/attention/test_paged_attention.py`); here they are
 stood in for by plain torch.
