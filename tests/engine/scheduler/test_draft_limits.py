@@ -73,20 +73,18 @@ NEED = len(PROMPTS) * -(-(20 + 44) // BLOCK) + 1
 """The fewest blocks with which plain vLLM preempts no request, and its null block."""
 
 
-@pytest.mark.parametrize("proposer", [WRONG, HIDDEN], ids=["always_wrong", "hidden_path"])
-def test_lookahead_needs_no_more_blocks_than_plain_vllm(
-    proposer: dict[str, Any], llama: Path
-) -> None:
+def test_lookahead_needs_no_more_blocks_than_plain_vllm(llama: Path) -> None:
     expected, _, _, plain, _ = run(llama, None, PROMPTS, num_gpu_blocks_override=NEED)
     *_, fewer, _ = run(llama, None, PROMPTS, num_gpu_blocks_override=NEED - 1)
     assert not plain and fewer
     record(PROMPTS, expected)
-    answers, _, nodes, preempted, counters = run(
-        llama, proposer, PROMPTS, num_gpu_blocks_override=NEED
-    )
-    assert answers == expected
-    assert not preempted
-    assert counters.branching_trees > 20 and sum(nodes) > 100
+    for proposer in (WRONG, HIDDEN):
+        answers, _, nodes, preempted, counters = run(
+            llama, proposer, PROMPTS, num_gpu_blocks_override=NEED
+        )
+        assert answers == expected
+        assert not preempted
+        assert counters.branching_trees > 20 and sum(nodes) > 100
 
 
 TIGHT = {
@@ -116,21 +114,19 @@ FULL = dict(num_gpu_blocks_override=4, max_model_len=96, max_num_batched_tokens=
 LONG = [*PROMPTS[0], *PROMPTS[1], *PROMPTS[2], *PROMPTS[3][:10]]
 
 
-@pytest.mark.parametrize("proposer", [WRONG, HIDDEN], ids=["always_wrong", "hidden_path"])
-def test_a_waiting_request_without_blocks_takes_no_tokens_from_drafts(
-    proposer: dict[str, Any], llama: Path
-) -> None:
+def test_a_waiting_request_without_blocks_takes_no_tokens_from_drafts(llama: Path) -> None:
     prompts = [PROMPTS[0], LONG, LONG[::-1]]
     expected, plain, *_ = run(llama, None, prompts, **FULL)
     record(prompts, expected)
-    answers, steps, nodes, preempted, _ = run(llama, proposer, prompts, **FULL)
-    assert answers == expected and not preempted
-    first, second = list(dict.fromkeys(request for step in steps for request in step))[:2]
-    alone = next(number for number, step in enumerate(steps) if second in step)
-    assert all(set(step) <= {first} for step in steps[:alone])
-    assert sum(nodes[:alone]) > 10
-    if proposer is WRONG:
-        assert steps == plain
+    for proposer in (WRONG, HIDDEN):
+        answers, steps, nodes, preempted, _ = run(llama, proposer, prompts, **FULL)
+        assert answers == expected and not preempted
+        first, second = list(dict.fromkeys(request for step in steps for request in step))[:2]
+        alone = next(number for number, step in enumerate(steps) if second in step)
+        assert all(set(step) <= {first} for step in steps[:alone])
+        assert sum(nodes[:alone]) > 10
+        if proposer is WRONG:
+            assert steps == plain
 
 
 def test_blocks_of_rejected_tokens_come_back(llama: Path) -> None:
