@@ -12,6 +12,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.engine.model_runner.late_shape import LateMetadata
 from tests.support import graph_engine
@@ -200,8 +201,6 @@ def test_steps_without_slots_are_one_launch_after_the_model_too(
         # A tail may have more rows than the model's graph.
         tails = [(step.graph, runner.cudagraph_manager.tail_of(step.graph)) for step in without]
         assert any(tail.num_tokens > graph.num_tokens for graph, tail in tails)
-
-
 
 
 LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
