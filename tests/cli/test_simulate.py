@@ -22,7 +22,6 @@ from lookahead_vllm.simulation import plot
 from lookahead_vllm.simulation import replay as simulating
 from lookahead_vllm.simulation.proposers import choose_proposers
 from lookahead_vllm.simulation.replay import Pace, Replay, figures, play, simulate
-from lookahead_vllm.simulation.tables import by_file
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 from tests.support.files import jsonl
 from tests.support.proposers import TestProposer
@@ -110,20 +109,6 @@ def test_the_speed_up_weighs_every_step_by_its_cost() -> None:
 
 
 # Modes.
-
-
-def test_every_file_has_a_cache_of_its_own_and_the_figures_are_pooled() -> None:
-    good = file_of(trace([1], [2, 3, 4, 5], "x"), name="good.jsonl")
-    bad = file_of(trace([1], [6, 7, 8], "x"), trace([1], [6, 7], "y"), name="bad.jsonl")
-    found = simulate(lambda: Scripted(DraftTree.chain([3, 4])), 2, [good, bad], ["cold"])["cold"]
-    # good: 3 tokens in a step of 2 nodes; bad: a wrong draft of which one node fits, then nothing.
-    assert {name: one["edl"] for name, one in by_file(found).items()} == {
-        "good.jsonl": 3.0,
-        "bad.jsonl": 1.0,
-    }
-    assert (found["tokens"], found["steps"], found["edl"]) == (6, 4, 1.5)
-    assert found["nodes"] == (2 + 1) / 4
-    assert found["by_category"]["x"]["edl"] == 5 / 3 and found["by_category"]["y"]["edl"] == 1
 
 
 def test_a_repeated_answer_is_drafted() -> None:

@@ -17,6 +17,8 @@ from tests.hostile.watch import Watch
 
 MAX_HOSTILE_CLIENTS = 64
 """Hostile clients at once; further ones are held back."""
+LEAST_ACTIONS = 200
+"""A run has at least so many, however short it is."""
 
 log = partial(print, flush=True)
 
@@ -75,13 +77,15 @@ class Load:
         self._lookahead = lookahead
         self._plain = plain
         self._rate = rate
+        self._num_actions = 0
 
     async def run(self, actions: HostileActions, end: float) -> None:
         """Until `end`, of the monotonic clock, send good requests one after another."""
-        rng = random.Random(self._report.seed)
-        hostile = asyncio.create_task(self._hostile(actions, rng))
+        rng = random.Random(f"{self._report.seed}-good")
+        hostile_rng = random.Random(f"{self._report.seed}-hostile")
+        hostile = asyncio.create_task(self._hostile(actions, hostile_rng))
         start = last_line = time.monotonic()
-        while not self._lookahead.sizes or time.monotonic() < end:
+        while time.monotonic() < end or self._num_actions < LEAST_ACTIONS:
             await self._good_client.ask_new(rng)
             self._lookahead.sample()
             if time.monotonic() > last_line + 60:
@@ -103,6 +107,7 @@ class Load:
                 kind, action = actions.draw(rng)
                 if len(running) >= MAX_HOSTILE_CLIENTS:
                     continue
+                self._num_actions += 1
                 self._report.sent[kind] += 1
                 self._report.namespaces += kind == "a new namespace"
                 task = asyncio.create_task(self._one_hostile(action, rng))

@@ -185,21 +185,6 @@ def test_a_file_that_is_refused_is_set_aside(path, log, says):
     assert aside.read_bytes() == content
 
 
-def test_a_refused_file_that_cannot_be_renamed_is_not_overwritten(path, log, monkeypatch):
-    path.write_text("notes of mine")
-
-    def refuse(source, target):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "rename", refuse)
-    proposer = new_proposer()
-    keeper = keep(proposer, path)
-    teach(proposer)
-    keeper.close()
-    assert path.read_text() == "notes of mine" and os.listdir(path.parent) == ["a.cache"]
-    assert "saves nothing" in log.text
-
-
 def test_a_failed_save_is_retried(path, log, monkeypatch):
     def no_space(descriptor):
         raise OSError(28, "No space left on device")

@@ -300,20 +300,6 @@ def test_a_restarted_replica_does_not_learn_its_own_answers_again(
     assert restarted.exchange.traffic.learned == 0
 
 
-def test_a_key_that_is_no_stream_stops_only_its_namespace(
-    engines: Callable[..., Engine], server: RedisServer
-) -> None:
-    server.client().set(f"lookahead:test:{digest_of('evil')}", b"x")
-    first, second = engines(), engines()
-    second.drafts("evil")
-    first.answer()
-    assert second.learns()
-    second.drafts("evil")
-    first.answer(namespace="team-a")
-    assert second.learns("team-a")
-    assert not second.exchange._complaint
-
-
 def teaches(first: Engine, second: Engine, seconds: float) -> bool:
     """Whether the second one learns an answer that the first one repeats until then."""
 

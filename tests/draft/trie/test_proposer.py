@@ -229,35 +229,3 @@ def test_learned_rates_do_not_depend_on_a_namespace_s_tokens():
     assert learned[0].trials.sum() > AcceptanceRate().trials.sum() + 1000
     for array in ("rates", "trials", "weights"):
         np.testing.assert_array_equal(*(getattr(rate, array) for rate in learned))
-
-
-@pytest.mark.parametrize("nodes", [8, 32, 64])
-def test_a_repeated_request_is_drafted_to_the_end_of_the_tree(nodes):
-    """All prompts end in the same 20 tokens, and all answers begin with the same one."""
-    proposer = NGramTrieProposer(LookaheadOptions(num_speculative_tokens=64))
-    rng = np.random.default_rng(0)
-    template = list(range(100, 120))
-    requests = [
-        ([*rng.integers(1000, 1010, 300), *template], [9, *rng.integers(1000, 1010, 99)])
-        for _ in range(12)
-    ]
-    for i, (prompt, answer) in enumerate(requests):
-        proposer.start(str(i), prompt)
-        read(proposer, {str(i): answer})
-        proposer.finish(str(i))
-    whole = 0
-    for prompt, answer in requests:
-        proposer.start("again", prompt)
-        read(proposer, {"again": answer[:1]})
-        tree = draft_trees(proposer, [DraftLimits("again", nodes, 64)])[0]
-        path, node = [], -1
-        for token in answer[1:]:
-            children = np.flatnonzero((tree.parents == node) & (tree.tokens == token))
-            if len(children) == 0:
-                break
-            node = int(children[0])
-            path.append(token)
-        whole += len(path) == nodes
-        read(proposer, {"again": answer[1:]})
-        proposer.finish("again")
-    assert whole >= 9  # from the first repeats, the trie learns that they are certain

@@ -6,7 +6,7 @@ from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
-from lookahead_vllm.draft.tree import UNKNOWN, DraftForest, DraftTree
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, new_candidates
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.recycling import (
@@ -66,26 +66,6 @@ def test_choices_come_back_after_the_same_tokens_likeliest_first():
     # A node that was not accepted is a context like any other.
     assert find(lines, [2, 3, 8])[:2] == (3, choices_from(61))
     assert find(lines, [4])[:2] == (0, [])
-
-
-def test_the_latest_choices_count_and_the_longer_suffix_comes_first():
-    lines = make_lines(1024)
-    none = DraftTree.chain([])
-    keep(lines, [1, 2, 3], none, choices_from(7), [])
-    keep(lines, [4, 5, 3], none, choices_from(8), [])
-    longest, tokens, _ = find(lines, [1, 2, 3], max_size=12)
-    assert longest == 3 and tokens[0] == 7 and 8 in tokens
-    assert find(lines, [3])[1][0] == 8
-
-
-def test_an_unknown_choice_replaces_none():
-    lines = make_lines(1024)
-    keep(lines, [1, 2, 3], DraftTree.chain([7]), choices_from(7), [choices_from(60)])
-    tree = DraftTree.from_lists([7, 8], [-1, -1])
-    unknown = [UNKNOWN] * NUM_CHOICES
-    keep(lines, [1, 2, 3], tree, choices_from(8), [unknown, choices_from(61)])
-    assert find(lines, [2, 3, 7])[:2] == (3, choices_from(60))
-    assert find(lines, [2, 3, 8])[:2] == (3, choices_from(61))
 
 
 def test_no_choice_crosses_a_space():
