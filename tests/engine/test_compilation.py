@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lookahead_vllm import compilation, kernel_folder
-from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.driving import engine, generate, random_prompts
 from tests.support.kernels import compiled_since, reset_kernels
 
@@ -85,7 +85,7 @@ def test_a_second_start_compiles_nothing(folder: Path, monkeypatch: pytest.Monke
 BEGINS = """
 import subprocess, time
 from lookahead_vllm import compilation
-from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.options.server import LookaheadOptions
 class Started(subprocess.Popen):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -16,9 +16,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from lookahead_vllm.draft.options import LookaheadOptions, OptionError
-from lookahead_vllm.engine import config, plugin
+from lookahead_vllm.engine import config, plugin, refusals
 from lookahead_vllm.engine.worker.replicas import become_replica
+from lookahead_vllm.options.allowed import OptionError
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.hybrid_models import HYBRIDS
 from tests.support.models import TINY, save_config, save_tiny_model
 
@@ -46,7 +47,7 @@ def from_cli(model: Path, *argv: str) -> Any:
 
 
 def test_every_way_to_enable_it_means_the_same(model: Path) -> None:
-    given = {"num_speculative_tokens": 12, "branch_length": 9}
+    given = {"num_speculative_tokens": 12, "max_nodes": 9000}
     options = LookaheadOptions.from_dict(given)
     text = json.dumps({"method": "lookahead", **given})
     path = "lookahead_vllm.NGramTrieProposer"
@@ -59,14 +60,14 @@ def test_every_way_to_enable_it_means_the_same(model: Path) -> None:
             "--speculative-model=[lookahead]",
             "--num-speculative-tokens",
             "12",
-            "--speculative-config.branch_length",
-            "9",
+            "--speculative-config.max_nodes",
+            "9000",
         ),
         from_cli(
             model,
             "--spec-method=lookahead",
             "--spec-tokens=12",
-            "--speculative-config.branch_length=9",
+            "--speculative-config.max_nodes=9000",
         ),
         from_cli(
             model,
@@ -139,7 +140,7 @@ def test_without_lookahead_the_config_is_unchanged(model: Path) -> None:
         made_config = made(model, speculative_config=speculative)
         assert not config.is_lookahead(made_config)
         assert type(made_config) is VllmConfig
-        assert made_config.parallel_config.worker_cls == next(iter(config.WORKERS))
+        assert made_config.parallel_config.worker_cls == next(iter(refusals.WORKERS))
         assert made_config.additional_config == {}
 
 
@@ -160,7 +161,7 @@ def test_options_that_change_no_compiled_graph_do_not_change_vllms_hash(
     user: dict[str, Any] = {"platform": {"x": 1}}
     default = hash_with({})
     path = str(tmp_path / "learned.cache")
-    assert hash_with({}, cache_path=path, cache_interval=5, max_nodes=2048) == default
+    assert hash_with({}, cache_path=path, max_nodes=2048) == default
     assert hash_with({}, client_options="none", proposer="ngram_trie", budget=8) == default
     assert hash_with(user) == hash_with(user, num_speculative_tokens=8) != default
 
@@ -219,7 +220,8 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
 @pytest.mark.parametrize(
     ("speculative", "others", "given", "allowed"),
     [
-        ({"branch_lenght": 4}, {}, "branch_lenght", "branch_length"),
+        ({"max_nods": 4}, {}, "max_nods", "max_nodes"),
+        ({"branch_length": 4}, {}, "option 'branch_length' was given", "leave it out"),
         ({"num_speculative_tokens": 0}, {}, "0", "num_speculative_tokens"),
         ({"max_nodes": "many"}, {}, "many", "max_nodes"),
         ({"proposer": "oracle"}, {}, "oracle", "ngram_trie"),
@@ -234,7 +236,7 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ({"num_speculative_tokens": 4}, {"spec_tokens": 5}, "5", "once"),
         ({}, LAUNCHED, "external_launcher", "'mp'"),
         ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),
-        ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave scheduler_cls out"),
+        ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave it out"),
         ({}, {"runner": "pooling"}, "pooling", "leave lookahead out"),
         ({"parallel": 9}, {}, "parallel=9", "1 to 8"),
         ({"attention": "xformers"}, {}, "attention='xformers'", "for GPUs; leave it out"),
@@ -370,16 +372,16 @@ def test_a_gpu_gets_our_gpu_worker(model: Path, monkeypatch: pytest.MonkeyPatch)
         (
             "parallel_config",
             {"enable_batch_sharded_sampling": True},
-            "enable_batch_sharded_sampling was given",
+            "enable_batch_sharded_sampling=True was given",
         ),
         (
             "parallel_config",
             {"decode_context_parallel_size": 2},
-            "context parallelism, under which",
+            "parallel was given with decode_context_parallel_size=2",
         ),
-        ("model_config", {"return_sampling_mask": True}, "return_sampling_mask was given"),
-        ("model_config", {"enable_trace_replay": True}, "enable_trace_replay was given"),
-        ("", {"watermark_config": object()}, "a watermark was requested"),
+        ("model_config", {"return_sampling_mask": True}, "return_sampling_mask=True was given"),
+        ("model_config", {"enable_trace_replay": True}, "enable_trace_replay=True was given"),
+        ("", {"watermark_config": object()}, "watermark_config was given, but"),
         ("", {"kv_transfer_config": object()}, "kv_transfer_config, but each replica"),
     ],
 )
@@ -392,13 +394,11 @@ def test_what_is_not_served_is_refused(
 ) -> None:
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     options = LookaheadOptions(parallel=2)
-    before = config._refusals(served, options)
+    before = set(refusals.refusals(served, options))
     owner = getattr(served, part) if part else served
     for name, value in changes.items():
         monkeypatch.setattr(owner, name, value)
-    after = config._refusals(served, options)
-    refused = [one for one, applies in after.items() if applies and not before.get(one)]
-    assert any(sentence in one for one in refused)
+    assert any(sentence in one for one in {*refusals.refusals(served, options)} - before)
 
 
 @pytest.fixture(scope="module")
