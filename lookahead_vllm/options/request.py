@@ -51,32 +51,23 @@ Reference: TypeAlias = str | bytes
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """The options of one request.
-
-    Attributes
-    ----------
-    references : sequence of Reference
-        Texts that the answer may copy from; in the worker arrays of token ids, int32 [n].
-    namespace : str or None
-        The user's name for it; in the worker, the result of `shared_namespace`. Requests share
-        n-grams with those of the same namespace, and with none if it is None.
-    enabled : bool
-        False: no drafts, and nothing is learned from the request.
-    proposer : str or None
-        One of PROPOSERS, in place of the server's "hybrid".
-    is_predicted : bool
-        The references are OpenAI's `prediction`: the answer says how many draft tokens there were.
-    spellings : sequence of Reference
-        Tool results: as they were read, then as a call would spell them, see
-        `front_end/tool_results.py`; in the worker arrays of token ids, int32 [n].
-    """
+    """The options of one request."""
 
     references: Sequence[Any] = ()
+    """Each a Reference that the answer may copy from; in the worker arrays of token ids, int32 [n]."""
     namespace: str | None = None
+    """The user's name for it; in the worker, the result of `shared_namespace`. Requests share
+    n-grams with those of the same namespace, and with none if it is None."""
     enabled: bool = True
+    """False: no drafts, and nothing is learned from the request."""
     proposer: str | None = None
+    """One of PROPOSERS, in place of the server's "hybrid"."""
     is_predicted: bool = False
+    """The references are OpenAI's `prediction`: the answer says how many draft tokens there
+    were."""
     spellings: Sequence[Any] = ()
+    """Each a Reference: tool results as they were read, then as a call would spell them, see
+    `front_end/tool_results.py`; in the worker arrays of token ids, int32 [n]."""
 
 
 _DEFAULT = LookaheadOptions()

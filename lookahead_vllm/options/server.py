@@ -58,59 +58,47 @@ ALLOWED = {
 }
 """The values of each option, apart from what depends on others."""
 
+OF_THE_TRIE = ("max_nodes", "drafter", "share", "cache_path", "share_with")
+
 
 @dataclass(frozen=True)
 class LookaheadOptions:
     """The options of lookahead decoding, described in docs/configuration.md.
 
     `from_dict` checks them.
-
-    Attributes
-    ----------
-    num_speculative_tokens : "auto" or int
-        The decoding length: the maximum number of nodes of one draft tree. "auto": 64, 16 for a
-        model with recurrent layers; for "jacobi_window" the nodes of both its branches.
-    max_nodes : int
-        The capacity of the trie in n-grams of answers, of 16 bytes.
-    proposer : "auto" or str
-        One of `PROPOSERS`. "auto": "hybrid" where tokens in a step are nearly free, else
-        "ngram_trie".
-    budget : "auto" or int
-        "auto": each step sends only the nodes that pay for themselves. A number: up to that many
-        for each request, whatever they cost.
-    window_size : "auto" or int
-        W of the lookahead branch; 0 disables it. "auto": by the size of the model, as in Lookahead
-        Decoding (ICML 2024), Table 4, as far as the nodes suffice.
-    drafter : mapping or None
-        vLLM's speculative config of a trained drafter, whose chain and alternatives grow into the
-        same tree. A path P alone is {"model": P}.
-    attention : "auto", "triton" or "xformers"
-        What computes trees on a GPU. "auto": Triton, and FlashAttention 3 the contexts of a graph.
-    parallel : int
-        Replicas of the model that verify one step together, each a part of the nodes.
-        Source: Lookahead Decoding (ICML 2024), section 3.4.
-    share : "none", "namespace" or "all"
-        Which requests learn from each other's answers.
-    cache_path : str or None
-        The file that keeps the cache for the next start.
-    share_with : str or None
-        The server through which replicas of this engine learn from each other's answers.
-    client_options : "all", "no_namespaces" or "none"
-        Which options of requests are not ignored.
     """
 
     num_speculative_tokens: str | int = "auto"
+    """The decoding length: the maximum number of nodes of one draft tree. "auto": 64, 16 or 4 for a
+    model with recurrent layers; for "jacobi_window" the nodes of both its branches."""
     max_nodes: int = 4_000_000
+    """The capacity of the trie in n-grams of answers, of 16 bytes."""
     proposer: str = "auto"
+    """One of `PROPOSERS`. "auto": "hybrid" where tokens in a step are nearly free, else
+    "ngram_trie"."""
     budget: str | int = "auto"
+    """If "auto", each step sends only the nodes that pay for themselves. A number: up to that many
+    for each request, whatever they cost."""
     window_size: str | int = "auto"
+    """W of the lookahead branch; 0 disables it. "auto": by the size of the model, as in Lookahead
+    Decoding (ICML 2024), Table 4, as far as the nodes suffice."""
     drafter: Mapping[str, Any] | None = None
+    """vLLM's speculative config of a trained drafter, whose chain and alternatives grow into the
+    same tree. A path P alone is {"model": P}."""
     attention: Literal["auto", "triton", "xformers"] = "auto"
+    """What computes trees on a GPU. "auto": Triton, and FlashAttention 3 the contexts of a
+    graph."""
     parallel: int = 1
+    """Replicas of the model that verify one step together, each a part of the nodes.
+    Source: Lookahead Decoding (ICML 2024), section 3.4."""
     share: str = "namespace"
+    """Which requests learn from each other's answers."""
     cache_path: str | None = None
+    """The file that keeps the cache for the next start."""
     share_with: str | None = None
+    """The server through which replicas of this engine learn from each other's answers."""
     client_options: str = "all"
+    """Which options of requests are not ignored."""
 
     @classmethod
     def from_dict(cls, given: Mapping[str, object]) -> LookaheadOptions:
@@ -238,31 +226,26 @@ class LookaheadOptions:
 
     def _check_needs(self) -> None:
         """Raise OptionError if an option has no effect."""
-        of_the_trie = ("max_nodes", "drafter", "share", "cache_path", "share_with")
-        needs = (
-            (
-                ("window_size",),
-                self.proposer in HAVE_WINDOW,
+        for name in ALLOWED:
+            is_given = getattr(self, name) != getattr(type(self), name)
+            if is_given and (missing := self._missing(name)) is not None:
+                # Without its value: the URL of `share_with` may hold a password.
+                raise OptionError(
+                    f"{name} was given, but it has no effect without {missing}, or leave {name} out"
+                )
+
+    def _missing(self, name: str) -> str | None:
+        """What the option has no effect without, and what to write; None if nothing is missing."""
+        if name == "window_size" and self.proposer not in HAVE_WINDOW:
+            return (
                 "a window, which only the proposers 'hybrid' and 'jacobi_window' have; "
-                "write proposer='hybrid'",
-            ),
-            (
-                of_the_trie,
-                self.proposer != "jacobi_window",
-                "a trie, which the proposer 'jacobi_window' does not have; leave proposer out",
-            ),
-            (
-                ("share_with",),
-                self.share != "none",
+                "write proposer='hybrid'"
+            )
+        if name in OF_THE_TRIE and self.proposer == "jacobi_window":
+            return "a trie, which the proposer 'jacobi_window' does not have; leave proposer out"
+        if name == "share_with" and self.share == "none":
+            return (
                 "requests that learn from each other, and share='none' was given; "
-                "write share='namespace'",
-            ),
-        )
-        for names, is_met, need in needs:
-            for name in names:
-                if not is_met and getattr(self, name) != getattr(type(self), name):
-                    # Without its value: the URL of `share_with` may hold a password.
-                    raise OptionError(
-                        f"{name} was given, but it has no effect without {need}, "
-                        f"or leave {name} out"
-                    )
+                "write share='namespace'"
+            )
+        return None
