@@ -54,7 +54,8 @@ class RequestOptions:
     """The options of one request."""
 
     references: Sequence[Any] = ()
-    """Each a Reference that the answer may copy from; in the worker arrays of token ids, int32 [n]."""
+    """Each a Reference that the answer may copy from; in the worker arrays of token ids, int32
+    [n]."""
     namespace: str | None = None
     """The user's name for it; in the worker, the result of `shared_namespace`. Requests share
     n-grams with those of the same namespace, and with none if it is None."""
