@@ -15,6 +15,9 @@ from lookahead_vllm.options.server import ALLOWED, KEY, LookaheadOptions
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
+OURS = (KEY, f"[{KEY}]")
+"""Lookahead as a method or a model."""
+
 PACKAGE = "lookahead_vllm."
 CLASSES = {PACKAGE + path.rpartition(".")[2]: name for name, path in PROPOSERS.items()}
 """Names of proposers by their classes, as vLLM's method custom_class wants them."""
@@ -33,7 +36,7 @@ MISSPELLED = (
 
 def requests_lookahead(args: Any) -> bool:
     """Whether these engine arguments, of any release of vLLM, request lookahead."""
-    return any(is_lookahead(name) or _is_class(name) for name in _names(args))
+    return any(name in OURS or _is_class(name) for name in _names(args))
 
 
 def misspelled_name(args: Any) -> str | None:
@@ -55,11 +58,6 @@ def _names(args: Any) -> list[Any]:
     fields_of_args = ("spec_method", "spec_model", "speculative_model")
     names = [getattr(args, name, None) for name in fields_of_args]
     return [*names, *(given.values() if isinstance(given, Mapping) else [given])]
-
-
-def is_lookahead(name: Any) -> bool:
-    """Whether a method or a model is lookahead's."""
-    return name in (KEY, f"[{KEY}]")
 
 
 def _is_class(model: Any) -> bool:
@@ -97,8 +95,7 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
         Allowed(tuple(CLASSES)).check("model", model, next(iter(CLASSES)))
         settings.setdefault("proposer", CLASSES[model])
         model = None
-    ours = (None, KEY, f"[{KEY}]")
-    if method not in (*ours, "custom_class") or model not in ours:
+    if method not in (None, *OURS, "custom_class") or model not in (None, *OURS):
         raise OptionError(
             f"method {method!r} was given with model {model!r}, but lookahead is a method of its "
             'own and needs no draft model; write {"method": "lookahead"} without a model'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +223,6 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
     [
         ({"max_nods": 4}, {}, "max_nods", "max_nodes"),
         ({"branch_length": 4}, {}, "option 'branch_length' was given", "leave it out"),
-        ({"num_speculative_tokens": 0}, {}, "0", "num_speculative_tokens"),
-        ({"max_nodes": "many"}, {}, "many", "max_nodes"),
         ({"proposer": "oracle"}, {}, "oracle", "ngram_trie"),
         ({"model": "org/draft"}, {}, "org/draft", "without a model"),
         ({"method": "ngram", "model": "[lookahead]"}, {}, "ngram", '"method": "lookahead"'),
@@ -238,7 +237,6 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),
         ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave it out"),
         ({}, {"runner": "pooling"}, "pooling", "leave lookahead out"),
-        ({"parallel": 9}, {}, "parallel=9", "1 to 8"),
         ({"attention": "xformers"}, {}, "attention='xformers'", "for GPUs; leave it out"),
     ],
 )
@@ -259,23 +257,6 @@ def test_a_near_miss_of_our_name_is_told(near: dict[str, Any], model: Path) -> N
     with pytest.raises(OptionError) as error:
         made(model, speculative_config={**near, "num_speculative_tokens": 4})
     assert f"{name!r} was given, which vLLM does not know; write 'lookahead'" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("others", "given"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2"),
-        ({"nnodes": 2, "tensor_parallel_size": 2}, "nnodes=2"),
-        ({"distributed_executor_backend": "ray"}, "'ray'"),
-    ],
-)
-def test_what_replicas_cannot_be_combined_with(
-    others: dict[str, Any], given: str, model: Path
-) -> None:
-    asked = {"method": "lookahead", "parallel": 2}
-    with pytest.raises(OptionError, match=f"{given}.*leave one of them out"):
-        made(model, speculative_config=asked, **others)
 
 
 def test_a_draft_model_is_refused(model: Path, tmp_path: Path) -> None:
@@ -361,49 +342,38 @@ def test_a_gpu_gets_our_gpu_worker(model: Path, monkeypatch: pytest.MonkeyPatch)
     assert worker == "lookahead_vllm.engine.model_runner.gpu_worker.LookaheadGPUWorker"
 
 
-@pytest.mark.parametrize(
-    ("part", "changes", "sentence"),
-    [
-        (
-            "parallel_config",
-            {"distributed_executor_backend": "ray"},
-            "does not run in a compiled graph of Ray; unset it",
-        ),
-        (
-            "parallel_config",
-            {"enable_batch_sharded_sampling": True},
-            "enable_batch_sharded_sampling=True was given",
-        ),
-        (
-            "parallel_config",
-            {"decode_context_parallel_size": 2},
-            "parallel was given with decode_context_parallel_size=2",
-        ),
-        ("model_config", {"return_sampling_mask": True}, "return_sampling_mask=True was given"),
-        ("model_config", {"enable_trace_replay": True}, "enable_trace_replay=True was given"),
-        ("", {"watermark_config": object()}, "watermark_config was given, but"),
-        ("", {"kv_transfer_config": object()}, "kv_transfer_config, but each replica"),
-    ],
-)
-def test_what_is_not_served_is_refused(
-    part: str,
-    changes: dict[str, Any],
-    sentence: str,
-    served: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
-    options = LookaheadOptions(parallel=2)
-    before = set(refusals.refusals(served, options))
-    owner = getattr(served, part) if part else served
-    for name, value in changes.items():
-        monkeypatch.setattr(owner, name, value)
-    assert any(sentence in one for one in {*refusals.refusals(served, options)} - before)
-
-
 @pytest.fixture(scope="module")
 def served(model: Path) -> Any:
     return made(model, speculative_config={"method": "lookahead"})
+
+
+PARALLEL = LookaheadOptions(parallel=2)
+ROWS = [(what, path) for what, settings in refusals.SETTINGS.items() for path in settings]
+
+
+@pytest.mark.parametrize(("what", "path"), ROWS)
+def test_a_setting_that_is_not_served_is_refused(
+    what: str, path: str, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"drafter": LookaheadOptions(drafter={"method": "mtp"}), "parallel": PARALLEL}
+    options = asked.get(what, LookaheadOptions())
+    if what == "a hybrid model":
+        monkeypatch.setattr(type(served.model_config), "is_hybrid", True)
+    part, _, name = path.rpartition(".")
+    owner = attrgetter(part)(served) if part else served
+    getattr(owner, name)  # vLLM has it
+    monkeypatch.setattr(type(owner) if name == "is_hybrid" else owner, name, 2)
+    given = f"{what} was given with {name}=2" if what else f"{name}=2 was given"
+    says = f"{given}, but {refusals.SETTINGS[what][path]}; leave "
+    assert any(sentence.startswith(says) for sentence in refusals.refusals(served, options))
+
+
+def test_replicas_are_not_started_by_ray(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.parallel_config, "distributed_executor_backend", "ray")
+    (sentence,) = refusals.refusals(served, PARALLEL)
+    assert "distributed_executor_backend='ray'" in sentence and "'mp' starts replicas" in sentence
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    assert "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 is set" in next(refusals.refusals(served, PARALLEL))
 
 
 def test_the_rust_front_end_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

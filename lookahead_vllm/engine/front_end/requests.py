@@ -25,17 +25,13 @@ from lookahead_vllm.options.request import RequestOptions
 from lookahead_vllm.options.server import LookaheadOptions
 
 
-class RequestError(VLLMValidationError):
-    """One sentence: what was given, what is allowed, what to write. A server answers HTTP 400."""
-
-
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Refuse the request if one of its options is wrong."""
+    """Refuse the request if one of its options is wrong: a server answers HTTP 400."""
     try:
         yield
     except OptionError as error:
-        raise RequestError(str(error)) from None
+        raise VLLMValidationError(str(error)) from None
 
 
 @functools.cache
@@ -221,11 +217,11 @@ def _options(
     vocab_size = engine.model_config.get_vocab_size()
     with _refusing():
         options = request_options.parse_options(extra_args, vocab_size, server)
-    if _texts(options) and engine.renderer.tokenizer is None:
-        raise RequestError(
-            "a text was given as lookahead's reference, but this engine has no tokenizer "
-            "(skip_tokenizer_init); write its token ids, as in [[1, 2, 3]]"
-        )
+        if _texts(options) and engine.renderer.tokenizer is None:
+            raise OptionError(
+                "a text was given as lookahead's reference, but this engine has no tokenizer "
+                "(skip_tokenizer_init); write its token ids, as in [[1, 2, 3]]"
+            )
     return options
 
 
