@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
@@ -24,11 +25,11 @@ NAMES = [name for name in PROPOSERS if name not in HAVE_WINDOW]
 
 
 def proposer_of(
-    settings: Mapping[str, object], budget: int, curve: CostCurve | None, num_tokens: int = 0
+    options: LookaheadOptions, budget: int, curve: CostCurve | None, num_tokens: int = 0
 ) -> Proposer:
     """A proposer with these options of a server, on which texts of `num_tokens` are live."""
-    given = {"budget": budget if curve is None else "auto", **settings}
-    options = LookaheadOptions.from_dict({"num_speculative_tokens": budget, **given})
+    sent = budget if curve is None else "auto"
+    options = replace(options, num_speculative_tokens=budget, budget=sent)
     proposer = make_proposer(options, num_tokens)
     proposer.cost = None if curve is None else StepCost(curve)
     # Results do not depend on speed: each prompt is inserted at once, unless a replay limits it.
@@ -95,8 +96,7 @@ def _maker(spec: str, peers: Mapping[str, Callable[[], Proposer]]) -> Make:
             raise OptionError(f"{key} is the simulator's to set; leave it out")
     if isinstance(settings.get("drafter"), int):
         settings["drafter"] = {CHAIN_LENGTH: settings["drafter"]}
-    LookaheadOptions.from_dict(settings)
-    return partial(proposer_of, settings)
+    return partial(proposer_of, LookaheadOptions.from_dict(settings))
 
 
 def key_value(text: str) -> tuple[str, Any] | None:
