@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -53,7 +54,7 @@ def test_the_process_compiles_all_that_an_engine_runs(
     marker = compilation._marker(options, True)
     marker.unlink(missing_ok=True)
     process = subprocess.run(
-        [sys.executable, "-c", COMPILES, json.dumps([options.to_dict(), True])],
+        [sys.executable, "-c", COMPILES, json.dumps([asdict(options), True])],
         stdin=os.pipe()[0],
         stdout=subprocess.PIPE,
         check=True,
