@@ -8,6 +8,7 @@ them, tokenizes texts, and replaces them by one dict for the worker.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import reprlib
@@ -191,57 +192,46 @@ def _text_of_prediction(prediction: Any) -> str:
 
 
 def _references(spelling: str, value: Any, vocab_size: int) -> tuple[Reference, ...]:
-    items = [value] if isinstance(value, str) else value
-    if isinstance(items, list | tuple) and items and type(items[0]) is int:
-        items = [items]  # the token ids of one text
-    if not isinstance(items, list | tuple):
-        raise _wrong_reference(spelling, value)
-    tokens = sum(_num_tokens(item, spelling, value) for item in items)
-    if len(items) > MAX_REFERENCES or tokens > MAX_REFERENCE_TOKENS:
-        raise OptionError(
-            f"{spelling} was given with {len(items)} texts of {tokens} tokens "
-            f"({BYTES_PER_TOKEN} bytes of a text count as one), but this server allows "
-            f"{MAX_REFERENCES} texts of {MAX_REFERENCE_TOKENS} tokens in all; write only what the "
-            "answer may copy from"
-        )
-    return tuple(
-        item if isinstance(item, str) else _token_ids(spelling, value, item, vocab_size)
-        for item in items
-        if item
+    wrong = _wrong(
+        spelling,
+        value,
+        "be a text, a list of texts, or a list of lists of token ids",
+        'write for instance ["one text", "another"]',
     )
-
-
-def _num_tokens(item: Any, spelling: str, value: Any) -> int:
-    """How many tokens one text of the option's `value` counts as, see `BYTES_PER_TOKEN`."""
-    if isinstance(item, list | tuple):
-        return len(item)
-    if not isinstance(item, str):
-        raise _wrong_reference(spelling, value)
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list | tuple) and texts and type(texts[0]) is int:
+        texts = [texts]  # the token ids of one text
+    if not isinstance(texts, list | tuple):
+        raise wrong
+    if not all(isinstance(text, str | list | tuple) for text in texts):
+        raise wrong
     try:
-        return -(-len(item.encode()) // BYTES_PER_TOKEN)
+        encoded = [text.encode() for text in texts if isinstance(text, str)]
     except UnicodeEncodeError:
         raise OptionError(
             f"{spelling} holds half of a surrogate pair, which is no character; write a text that "
             "can be encoded in UTF-8"
         ) from None
-
-
-def _token_ids(spelling: str, value: Any, ids: Sequence[Any], vocab_size: int) -> bytes:
-    """`ids`, one text of the option's `value`, as a `Reference`."""
-    for token in ids:
+    lists = [text for text in texts if not isinstance(text, str)]
+    tokens = sum(-(-len(text) // BYTES_PER_TOKEN) for text in encoded) + sum(map(len, lists))
+    if len(texts) > MAX_REFERENCES or tokens > MAX_REFERENCE_TOKENS:
+        raise OptionError(
+            f"{spelling} was given with {len(texts)} texts of {tokens} tokens "
+            f"({BYTES_PER_TOKEN} bytes of a text count as one), but this server allows "
+            f"{MAX_REFERENCES} texts of {MAX_REFERENCE_TOKENS} tokens in all; write only what the "
+            "answer may copy from"
+        )
+    for token in itertools.chain.from_iterable(lists):
         if type(token) is not int:
-            raise _wrong_reference(spelling, value)
+            raise wrong
         if not 0 <= token < vocab_size:
             raise OptionError(
                 f"{spelling} holds the token id {reprlib.repr(token)}, but the model's ids are 0 "
                 f"to {vocab_size - 1}; write ids of this model's tokenizer, or the text"
             )
-    return np.array(ids, "<i4").tobytes()
-
-
-def _wrong_reference(spelling: str, value: Any) -> OptionError:
-    allowed = "be a text, a list of texts, or a list of lists of token ids"
-    return _wrong(spelling, value, allowed, 'write for instance ["one text", "another"]')
+    return tuple(
+        text if isinstance(text, str) else np.array(text, "<i4").tobytes() for text in texts if text
+    )
 
 
 def _wrong(spelling: str, value: Any, must: str, advice: str) -> OptionError:
