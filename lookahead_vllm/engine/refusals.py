@@ -70,7 +70,12 @@ SETTINGS = {
 
 def refusals(config: VllmConfig, options: LookaheadOptions) -> Iterator[str]:
     """What is refused in `config`, a sentence each: what was given, why, and what to write."""
-    yield from (sentence for sentence, applies in _others(config, options).items() if applies)
+    for why, applies in _of_the_model(config).items():
+        if applies:
+            yield f"model {config.model_config.model!r} {why}; {LEAVE_OUT}"
+    for sentence, is_given in _others(config, options).items():
+        if is_given:
+            yield sentence
     asked = {
         "": True,
         "a hybrid model": config.model_config.is_hybrid,
@@ -78,9 +83,9 @@ def refusals(config: VllmConfig, options: LookaheadOptions) -> Iterator[str]:
         "parallel": options.parallel > 1,
     }
     for what, settings in SETTINGS.items():
-        for path, why in settings.items():
+        for path, why in settings.items() if asked[what] else ():
             value = attrgetter(path)(config)
-            if asked[what] and value and (value is True or value != 1):
+            if value and (value is True or value != 1):
                 given = path.rpartition(".")[2]
                 given += f"={value!r}" if isinstance(value, str | int) else ""
                 if what:
@@ -90,12 +95,12 @@ def refusals(config: VllmConfig, options: LookaheadOptions) -> Iterator[str]:
 
 
 def _others(config: VllmConfig, options: LookaheadOptions) -> dict[str, object]:
-    """Sentences about what depends on more than one setting, and whether they apply."""
+    """Sentences about settings that are not in the table, and whether they apply."""
     from vllm import envs
 
     model, parallel = config.model_config, config.parallel_config
-    speculation, architecture = config.speculative_config, model.hf_text_config
     executor, worker = parallel.distributed_executor_backend, parallel.worker_cls
+    speculation = config.speculative_config
     is_compiled_by_ray = os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND") == "0"
     has_drafter, is_replicated = options.drafter is not None, options.parallel > 1
     drafter_with, leave_one_out = "drafter was given with", "leave one of them out"
@@ -116,16 +121,6 @@ def _others(config: VllmConfig, options: LookaheadOptions) -> dict[str, object]:
         f"attention={options.attention!r} was given, but it is a choice for GPUs; leave it out": (
             config.device_config.device_type == "cpu" and options.attention != "auto"
         ),
-        f"model {model.model!r} has only recurrent layers, and vLLM passes the number of accepted "
-        f"drafts only to models that also have attention; {LEAVE_OUT}": model.is_attention_free,
-        f"model {model.model!r} has Mamba 1 layers, whose state vLLM does not roll back when a "
-        f"draft is rejected; {LEAVE_OUT}": architecture.model_type in MAMBA_1_HYBRIDS,
-        f"model {model.model!r} embeds n-grams of the rows before a row, which are not the path to "
-        f"a node; {LEAVE_OUT}": getattr(architecture, "ngram_vocab_size_ratio", None) is not None,
-        f"model {model.model!r} attends in both directions to the tokens of a step, so a draft "
-        f"would change its own verification; {LEAVE_OUT}": architecture.model_type == "hrm_text",
-        f"model {model.model!r} with runner={model.runner_type!r} generates no text to look ahead "
-        f"in; {LEAVE_OUT}": model.runner_type != "generate",
         f"model {speculation.model!r} is a draft model, for which vLLM chooses the method "
         f"{speculation.method!r} and serves {model.model!r}; write that model instead, or "
         f"{LEAVE_OUT}": not has_drafter and speculation.method != SPECULATION["method"],
@@ -141,4 +136,24 @@ def _others(config: VllmConfig, options: LookaheadOptions) -> dict[str, object]:
         f"; {leave_one_out}": has_drafter and is_replicated,
         f"parallel was given with distributed_executor_backend={executor!r}, but vLLM's executor "
         f"'mp' starts replicas; {leave_one_out}": is_replicated and executor not in ("uni", "mp"),
+    }
+
+
+def _of_the_model(config: VllmConfig) -> dict[str, bool]:
+    """Why a model is refused, and whether it is this one."""
+    model, architecture = config.model_config, config.model_config.hf_text_config
+    return {
+        "has only recurrent layers, and vLLM passes the number of accepted drafts only to models "
+        "that also have attention": model.is_attention_free,
+        "has Mamba 1 layers, whose state vLLM does not roll back when a draft is rejected": (
+            architecture.model_type in MAMBA_1_HYBRIDS
+        ),
+        "embeds n-grams of the rows before a row, which are not the path to a node": (
+            getattr(architecture, "ngram_vocab_size_ratio", None) is not None
+        ),
+        "attends in both directions to the tokens of a step, so a draft would change its own "
+        "verification": architecture.model_type == "hrm_text",
+        f"with runner={model.runner_type!r} generates no text to look ahead in": (
+            model.runner_type != "generate"
+        ),
     }
