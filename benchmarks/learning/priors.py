@@ -15,6 +15,7 @@ from tqdm import tqdm
 from lookahead_vllm.cli.arguments import check_output, escape_unprintable
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, TRIALS, AcceptanceRate
+from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.simulation.proposers import proposer_of
 from lookahead_vllm.simulation.replay import play
 from lookahead_vllm.simulation.traces import Trace, TraceError, TraceFile, load_traces
@@ -79,8 +80,8 @@ def learn(files: Sequence[TraceFile], seed: int) -> AcceptanceRate:
     random.Random(seed).shuffle(parts)
     rate = AcceptanceRate()
     for part in tqdm(parts, "Learning", unit="part", leave=False):
-        settings = {"proposer": "ngram_trie", "max_nodes": 400_000}
-        proposer = proposer_of(settings, TRAINING_NODES, None)
+        options = LookaheadOptions(proposer="ngram_trie", max_nodes=400_000)
+        proposer = proposer_of(options, TRAINING_NODES, None)
         proposer.rate = rate  # type: ignore[attr-defined]
         for i, trace in enumerate(part):
             play(proposer, trace, str(i), TRAINING_NODES)

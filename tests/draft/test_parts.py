@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.parts import cut_into_parts
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.window.shape import WindowShape
+from lookahead_vllm.options.window import WindowShape
 
 
 @st.composite

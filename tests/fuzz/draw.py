@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lookahead_vllm.draft.registry import HAVE_WINDOW
 from tests.fuzz.round import TWO_REPLICAS, TWO_STAGES, Request, Round
 from tests.support.drafters import TARGETS
 
@@ -289,8 +288,6 @@ def _draw_lookahead(draws: FeatureDraws, with_drafter: bool, with_fleet: bool) -
         shares = ["all", "namespace", "namespace"] + ["none"] * (not with_fleet)
         lookahead["share"] = rng.choice(shares)
         lookahead["client_options"] = rng.choice(["all"] * 3 + ["no_namespaces", "none"])
-    if proposer in HAVE_WINDOW:
-        lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
     return lookahead
 
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.draft.trie import sessions
-from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.model_runner import sampler
+from lookahead_vllm.options import request as request_options
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from lookahead_vllm.verify.walk import Walk
 

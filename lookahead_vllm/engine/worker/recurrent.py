@@ -31,9 +31,9 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.recurrence.cpu import supported
 

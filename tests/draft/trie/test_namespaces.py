@@ -5,7 +5,6 @@ import threading
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie import namespaces as module
 from lookahead_vllm.draft.trie.namespaces import Namespaces
@@ -18,6 +17,7 @@ from lookahead_vllm.draft.trie.table import (
     count_by_space,
     spaces_of,
 )
+from lookahead_vllm.options.server import LookaheadOptions
 
 
 @pytest.fixture(autouse=True)

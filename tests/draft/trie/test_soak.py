@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie import proposer as ngram_trie
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.reference_trie import count_edges
 
 REQUESTS, AT_A_TIME = 20_000, 8

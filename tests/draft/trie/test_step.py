@@ -10,7 +10,6 @@ import pytest
 from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost
 from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.options import CHAIN_LENGTH, LookaheadOptions
 from lookahead_vllm.draft.progress import (
     GAP,
     PROPOSED,
@@ -27,6 +26,7 @@ from lookahead_vllm.draft.trie.acceptance_rate import HITS
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import advance
+from lookahead_vllm.options.server import CHAIN_LENGTH, LookaheadOptions
 
 REQUESTS = 20
 MAX_MODEL_LEN = 4000

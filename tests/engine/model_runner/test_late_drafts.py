@@ -15,7 +15,6 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import GONE
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner import grammar_copies
@@ -24,6 +23,7 @@ from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.model_runner.step import Step
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.proposers import TestProposer
 
