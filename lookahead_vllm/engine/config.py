@@ -206,7 +206,6 @@ def _beside_a_drafter(config: VllmConfig, options: LookaheadOptions) -> dict[str
 
 def _of_models(config: VllmConfig) -> dict[str, bool]:
     model, architecture = config.model_config, config.model_config.hf_text_config
-    stages = config.parallel_config.pipeline_parallel_size
     reasons = {
         "has only recurrent layers, and vLLM passes the number of accepted drafts only to models "
         "that also have attention": model.is_attention_free,
@@ -226,9 +225,6 @@ def _of_models(config: VllmConfig) -> dict[str, bool]:
         f"model {model.model!r} {reason}; {_LEAVE_OUT}": applies
         for reason, applies in reasons.items()
     } | {
-        f"pipeline_parallel_size={stages} was given, but vLLM passes the number of accepted drafts "
-        "only to the recurrent layers of the last stage; write tensor_parallel_size instead, or "
-        f"{_LEAVE_OUT}": model.is_hybrid and stages > 1,
         "use_replayssm was given, with which recurrent layers keep no state for a node; leave it "
         f"out, or {_LEAVE_OUT}": model.is_hybrid and config.cache_config.use_replayssm,
     }

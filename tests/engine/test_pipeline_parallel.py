@@ -17,7 +17,9 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner import stages
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
-from tests.support.driving import engine, generate, generate_staggered
+from tests.support.driving import converse, engine, generate, generate_staggered
+from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of, use_float32_gated_delta
+from tests.support.models import STAGED, save_config
 from tests.support.ranks import (
     GREEDY,
     PROMPTS,
@@ -30,6 +32,8 @@ from tests.support.ranks import (
     verified,
 )
 from tests.support.servers import cores_of
+
+use_float32_gated_delta()
 
 FIXED = {"num_speculative_tokens": 6, "budget": 6}
 
@@ -156,7 +160,8 @@ def test_a_stage_moves_nothing_of_a_request_that_has_ended() -> None:
 
     tokens = torch.tensor([[8, 9, 3, 0], [8, 9, 3, 0]])
     movers = [SimpleNamespace(move_paths=move_paths)]
-    trees.move(movers, tokens, np.array([False, True]))
+    counts = torch.tensor([3, 3], dtype=torch.int32)
+    trees.move(movers, tokens, counts, np.array([False, True]))
     assert moved == [(102, 101), (103, 102)]
 
 
@@ -176,3 +181,23 @@ def test_the_stages_get_as_many_tokens_as_they_expect(width: int, sent: int) -> 
     output, *counts = Runner().sample()
     assert output.sampled_token_ids.shape == (2, sent) and counts == [1, 2]
     assert output.sampled_token_ids.sum() == 2 * width
+
+
+class ImportsThis:
+    """vLLM adds this class to that of its workers, so their processes import this module."""
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
+def test_stages_keep_the_states_of_recurrent_layers(
+    name: str, two_stages: dict[str, Any], tmp_path: Path
+) -> None:
+    """With prefix caching: in every turn, as many tokens are cached as in one stage."""
+    model = save_config(name, tmp_path, HYBRIDS)
+    settings = CACHING | settings_of(name) | {"load_format": STAGED}
+    with engine(model, **settings) as llm:
+        plain, turns = plain_answers(llm), converse(llm)
+    extension = f"{__name__}.{ImportsThis.__name__}"
+    with pipeline(model, two_stages, FIXED, worker_extension_cls=extension, **settings) as llm:
+        check_lookahead(llm, plain)
+        assert converse(llm) == turns
+    assert sum(turns[-1].cached) > sum(map(len, turns[-2].prompts)) / 2
