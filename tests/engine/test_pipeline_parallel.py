@@ -20,6 +20,7 @@ from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from tests.support.driving import converse, engine, generate, generate_staggered
 from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of, use_float32_gated_delta
 from tests.support.models import STAGED, save_config
+from tests.support.proposers import record
 from tests.support.ranks import (
     GREEDY,
     PROMPTS,
@@ -160,8 +161,7 @@ def test_a_stage_moves_nothing_of_a_request_that_has_ended() -> None:
 
     tokens = torch.tensor([[8, 9, 3, 0], [8, 9, 3, 0]])
     movers = [SimpleNamespace(move_paths=move_paths)]
-    counts = torch.tensor([3, 3], dtype=torch.int32)
-    trees.move(movers, tokens, counts, np.array([False, True]))
+    trees.move(movers, tokens, np.array([False, True]))
     assert moved == [(102, 101), (103, 102)]
 
 
@@ -187,17 +187,30 @@ class ImportsThis:
     """vLLM adds this class to that of its workers, so their processes import this module."""
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
+def record_answers(worker: Any, prompts: list[list[int]], answers: list[list[list[int]]]) -> None:
+    """In a worker: for the proposer "hidden_path"."""
+    record(prompts, answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("falcon_h1", CACHING), ("qwen3_next", {"max_num_batched_tokens": 64})]
+)
 def test_stages_keep_the_states_of_recurrent_layers(
-    name: str, two_stages: dict[str, Any], tmp_path: Path
+    name: str, others: dict[str, Any], two_stages: dict[str, Any], tmp_path: Path
 ) -> None:
-    """With prefix caching: in every turn, as many tokens are cached as in one stage."""
+    """With prefix caching, where as many tokens are cached as in one stage, and without."""
     model = save_config(name, tmp_path, HYBRIDS)
-    settings = CACHING | settings_of(name) | {"load_format": STAGED}
+    settings = others | settings_of(name) | {"load_format": STAGED, "max_model_len": 512}
     with engine(model, **settings) as llm:
-        plain, turns = plain_answers(llm), converse(llm)
+        plain, turns = generate(llm, PROMPTS, GREEDY), converse(llm)
+    hidden = FIXED | {"proposer": "hidden_path"}
     extension = f"{__name__}.{ImportsThis.__name__}"
-    with pipeline(model, two_stages, FIXED, worker_extension_cls=extension, **settings) as llm:
-        check_lookahead(llm, plain)
+    with pipeline(model, two_stages, hidden, worker_extension_cls=extension, **settings) as llm:
+        llm.collective_rpc(record_answers, args=(PROMPTS, plain))
+        for turn in turns:
+            llm.collective_rpc(record_answers, args=(turn.prompts, turn.answers))
+        assert generate_staggered(llm, PROMPTS, GREEDY, every=3) == plain
         assert converse(llm) == turns
-    assert sum(turns[-1].cached) > sum(map(len, turns[-2].prompts)) / 2
+        _, last = stages_of(llm)
+    assert sum(branching for _, branching in last.trees) > 50
+    assert last.counters["moved_tokens"] > 50

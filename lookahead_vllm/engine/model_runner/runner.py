@@ -291,10 +291,7 @@ class LookaheadRunner(DummyRuns):
             handler.main_stream.wait_event(pending.event)
             now = handler.req_idx_gen_np[pending.idx_mapping_np]
             trees.move(
-                self._branching.movers,
-                pending.sampled_tokens,
-                pending.num_sampled,
-                now != pending.gen_at_receive_np,
+                self._branching.movers, pending.sampled_tokens, now != pending.gen_at_receive_np
             )
         super().update_pp_decode_requests()
 

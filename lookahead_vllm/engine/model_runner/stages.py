@@ -59,27 +59,17 @@ class ComputedTrees(NamedTuple):
             {group: StatePlaces(*(part.clone() for part in own)) for group, own in states.items()},
         )
 
-    def move(
-        self,
-        movers: Sequence[Any],
-        tokens: torch.Tensor,
-        counts: torch.Tensor,
-        freed: NDArray[np.bool_],
-    ) -> None:
+    def move(self, movers: Sequence[Any], tokens: torch.Tensor, freed: NDArray[np.bool_]) -> None:
         """Move the accepted nodes' KV to the slots right after the root's, and their states.
 
         Parameters
         ----------
         tokens : int64 [r, w]
-            What each request has emitted: the first of these.
-        counts : int32 [r]
-            How many of them.
+            What each request has emitted.
         freed : bool [r]
             Requests that have ended meanwhile; other requests may own their blocks.
         """
-        counts = counts.masked_fill(to_device(freed, counts.device), 0)
-        columns = torch.arange(tokens.shape[1], device=tokens.device)
-        tokens = tokens.masked_fill(columns >= counts[:, None], -1)
+        tokens = tokens.masked_fill(to_device(freed, tokens.device)[:, None], -1)
         # A node is accepted if the tokens on its path are the first ones that were emitted.
         sampled = tokens[self.owners, self.layout.depths.long()]
         rows = torch.arange(len(sampled), device=sampled.device)
