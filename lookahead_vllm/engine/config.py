@@ -174,7 +174,7 @@ def _of_the_method(config: VllmConfig) -> dict[str, bool]:
 
 
 def _beside_a_drafter(config: VllmConfig, options: LookaheadOptions) -> dict[str, bool]:
-    speculation, model = config.speculative_config, config.model_config
+    speculation = config.speculative_config
     stages = config.parallel_config.pipeline_parallel_size
     reasons = {
         f"method {speculation.method!r}, but lookahead's trees hold the drafts of "
@@ -196,7 +196,6 @@ def _beside_a_drafter(config: VllmConfig, options: LookaheadOptions) -> dict[str
             options.parallel > 1
         ),
         f"pipeline_parallel_size={stages}, but the drafter is on the last stage": stages > 1,
-        f"model {model.model!r}, whose recurrent states have no place for a chain": model.is_hybrid,
     }
     return {
         f"drafter was given with {reason}; leave one of them out": bool(applies)

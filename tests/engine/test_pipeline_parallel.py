@@ -15,7 +15,7 @@ from vllm import LLM
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner import stages
-from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
+from lookahead_vllm.engine.model_runner.runner import _TREES, LookaheadRunner
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from tests.support.driving import converse, engine, generate, generate_staggered
 from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of, use_float32_gated_delta
@@ -163,6 +163,30 @@ def test_a_stage_moves_nothing_of_a_request_that_has_ended() -> None:
     movers = [SimpleNamespace(move_paths=move_paths)]
     trees.move(movers, tokens, np.array([False, True]))
     assert moved == [(102, 101), (103, 102)]
+
+
+def test_vllm_copies_states_after_they_have_moved() -> None:
+    """It takes them from where a chain would have left them."""
+    order = []
+    ended = SimpleNamespace(event=None, sampled_tokens=None, idx_mapping_np=np.zeros(1, int))
+    ended.gen_at_receive_np = np.zeros(1)
+    setattr(ended, _TREES, SimpleNamespace(move=lambda *_: order.append("moved")))
+
+    class Base:
+        pp_handler = SimpleNamespace(
+            queue=[ended],
+            main_stream=SimpleNamespace(wait_event=lambda _: order.append("tokens are there")),
+            req_idx_gen_np=np.zeros(1),
+        )
+
+        def update_pp_decode_requests(self) -> None:
+            order.append("copied")
+
+    class Runner(LookaheadRunner, Base):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+    Runner().update_pp_decode_requests()
+    assert order == ["tokens are there", "moved", "copied"]
 
 
 @pytest.mark.parametrize(("width", "sent"), [(1, 1), (3, 7), (7, 7)])

@@ -45,6 +45,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         n_groups=1,
         conv_kernel=4,
         chunk_size=16,
+        sliding_window=40,
     ),
     "granite4": dict(
         DIVIDED,
@@ -149,7 +150,7 @@ CACHING: dict[str, Any] = dict(
 def settings_of(name: str) -> dict[str, Any]:
     """What an engine of a model needs in float32."""
     # Its state is so large that nodes need larger blocks.
-    size = {"block_size": 192} if name == "qwen3_next" else {}
+    size = {"block_size": 192} if name.startswith("qwen3_next") else {}
     return dict(load_format=WANDERING, **size, **ENGINE_SETTINGS.get(name, {}))
 
 
