@@ -43,8 +43,6 @@ SETTINGS = {
         "model_config.enable_trace_replay": "it dictates the tokens that lookahead would verify",
     },
     "a hybrid model": {
-        "parallel_config.pipeline_parallel_size": "vLLM passes the number of accepted drafts only "
-        "to the recurrent layers of the last stage",
         "cache_config.use_replayssm": "then recurrent layers keep no state for a node",
     },
     "drafter": {
@@ -53,7 +51,6 @@ SETTINGS = {
         "speculative_config.use_local_argmax_reduction": "it hides how likely its tokens are",
         "speculative_config.num_speculative_tokens_per_batch_size": "the budget follows the batch",
         "parallel_config.pipeline_parallel_size": "the drafter is on the last stage",
-        "model_config.is_hybrid": "recurrent states have no place for a chain",
     },
     "parallel": {
         "parallel_config.nnodes": "replicas are started on one machine",

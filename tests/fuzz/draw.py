@@ -18,7 +18,7 @@ REFERENCE_LENGTHS = (1, 20, 100, 900)
 LATENT = ("deepseek_v2", "deepseek_v3")  # models with latent attention
 HYBRIDS = ("falcon_h1", "nemotron_h", "granite4", "zamba2", "lfm2", "qwen3_next")
 """Models with recurrent layers, see tests/support/hybrid_models.py."""
-IN_STAGES = ("llama", "mixtral", "qwen2", "qwen3")
+IN_STAGES = ("llama", "mixtral", "qwen2", "qwen3", "falcon_h1", "granite4", "lfm2", "qwen3_next")
 """Models that also run in a pipeline."""
 
 Draw = Callable[[random.Random], dict[str, Any]]

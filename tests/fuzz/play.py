@@ -39,7 +39,7 @@ from tests.support.counted_twice import counted_twice
 from tests.support.drafters import save_drafter
 from tests.support.driving import drafter_of, engine, runner_of
 from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS
-from tests.support.models import WANDERING, save_adapter, save_config, save_tiny_model
+from tests.support.models import STAGED, WANDERING, save_adapter, save_config
 from tests.support.processors import NoRepeat
 from tests.support.redis_server import RedisServer
 from tests.support.tokenizer import save_tokenizer
@@ -370,12 +370,8 @@ class Rounds:
         if "reasoning_config" in settings:
             settings["reasoning_config"] = ReasoningConfig(**settings["reasoning_config"])
         model = Path(round_.model)
-        if round_.processes == TWO_STAGES:  # each stage would draw weights of its own
-            folder = self._folder / "stages"
-            folder.mkdir(exist_ok=True)
-            model = save_tokenizer(save_tiny_model(round_.model, folder))
-        elif round_.model in CONFIGS:
-            settings["load_format"] = WANDERING
+        if round_.model in CONFIGS:
+            settings["load_format"] = STAGED if round_.processes == TWO_STAGES else WANDERING
             # With embeddings, vLLM adds a token to the tokenizer that it caches by path.
             folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")
             folder.mkdir(exist_ok=True)
