@@ -27,16 +27,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-from lookahead_vllm.draft.options import AUTO_DECODING_LENGTH, LookaheadOptions
 from lookahead_vllm.draft.registry import PROPOSERS, make_proposer
 from lookahead_vllm.kernel_folder import cache_dir, sources_of_kernels
 from lookahead_vllm.machine import cpu_name
+from lookahead_vllm.options.server import AUTO_DECODING_LENGTH, LookaheadOptions
 
 MAX_WAIT_SECONDS = 120.0
 """After this time, a process that needs kernels compiles them itself."""
@@ -54,7 +54,7 @@ def begin(options: LookaheadOptions, on_cpu: bool) -> None:
     options = options.for_step_cost(0 if on_cpu else AUTO_DECODING_LENGTH)
     with suppress(Exception):  # such as no folder, or no process: the engine compiles
         if not _marker(options, on_cpu).exists():
-            arguments = json.dumps([options.to_dict(), on_cpu])
+            arguments = json.dumps([asdict(options), on_cpu])
             process = subprocess.Popen(
                 [sys.executable, "-m", __name__, arguments],
                 stdin=subprocess.PIPE,  # its end tells the process that this one has ended
@@ -106,7 +106,7 @@ def compile_verification() -> None:
 def main(arguments: str) -> None:
     """Compile as `begin` says, unless another process does."""
     given, on_cpu = json.loads(arguments)
-    options = LookaheadOptions.from_dict(given)
+    options = LookaheadOptions(**given)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a C++ compiler that runs may finish
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with _lock(fcntl.LOCK_EX) as is_free:

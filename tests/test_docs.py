@@ -22,10 +22,10 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lookahead_vllm.cli.main import main
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine import plugin
 from lookahead_vllm.engine.config import is_lookahead
-from lookahead_vllm.engine.request_options import FLAT
+from lookahead_vllm.options.request import FLAT
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.drafters import CONFIGS
 from tests.support.models import save_config, save_tiny_model
 from tests.support.tokenizer import save_tokenizer

@@ -13,14 +13,20 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lookahead_vllm"
 
-DRAFT, VERIFY, ENGINE = (f"lookahead_vllm.{folder}" for folder in ("draft", "verify", "engine"))
+OPTIONS, DRAFT, VERIFY, ENGINE = (
+    f"lookahead_vllm.{folder}" for folder in ("options", "draft", "verify", "engine")
+)
 KERNELS = ("numpy", "torch", "triton", f"{DRAFT}.*", f"{VERIFY}.*")
 ALLOWED: dict[str, set[str]] = {
-    "": {"numpy", DRAFT, VERIFY},
-    "draft": {"numpy", "numba", DRAFT},
+    "": {"numpy", OPTIONS, DRAFT, VERIFY},
+    "options": {"numpy", OPTIONS},
+    "draft": {"numpy", "numba", OPTIONS, DRAFT},
     "draft/budget": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget"},
-    "draft/trie": {"numpy", *(f"{DRAFT}.{name}" for name in ("*", "budget", "trie", "window"))},
-    "draft/window": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget", f"{DRAFT}.window"},
+    "draft/trie": {
+        *("numpy", OPTIONS),
+        *(f"{DRAFT}.{name}" for name in ("*", "budget", "trie", "window")),
+    },
+    "draft/window": {"numpy", OPTIONS, f"{DRAFT}.*", f"{DRAFT}.budget", f"{DRAFT}.window"},
     "draft/cache": {"numpy", f"{DRAFT}.*", f"{DRAFT}.trie", f"{DRAFT}.cache"},
     "draft/fleet": {"numpy", f"{DRAFT}.*", f"{DRAFT}.trie", f"{DRAFT}.fleet"},
     "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*"},
@@ -36,18 +42,18 @@ ALLOWED: dict[str, set[str]] = {
     "verify/place": {*KERNELS, f"{VERIFY}.place"},
     "verify/recurrence": {*KERNELS, f"{VERIFY}.recurrence"},
     "verify/walk": {*KERNELS, f"{VERIFY}.walk"},
-    "engine": {"numpy", "vllm", "redis", f"{DRAFT}.*", ENGINE},
+    "engine": {"numpy", "vllm", "redis", OPTIONS, f"{DRAFT}.*", ENGINE},
     "engine/front_end": {
         *("numpy", "vllm", "prometheus_client"),
-        *(f"{DRAFT}.*", f"{ENGINE}.*", f"{ENGINE}.front_end"),
+        *(OPTIONS, f"{DRAFT}.*", f"{ENGINE}.*", f"{ENGINE}.front_end"),
     },
     "engine/scheduler": {
         *("numpy", "torch", "vllm"),
-        *(f"{DRAFT}.*", f"{ENGINE}.*", f"{ENGINE}.scheduler"),
+        *(OPTIONS, f"{DRAFT}.*", f"{ENGINE}.*", f"{ENGINE}.scheduler"),
     },
     "engine/worker": {
         *("numpy", "torch", "vllm", "llvmlite", "redis", "tqdm"),
-        *(DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*"),
+        *(OPTIONS, DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*"),
     },
     "engine/cpu_kernels": {
         *("numpy", "numba", "torch", "vllm"),
@@ -55,12 +61,12 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine/model_runner": {
         *("numpy", "torch", "vllm", "tqdm"),
-        *(DRAFT, VERIFY, f"{ENGINE}.*"),
+        *(OPTIONS, DRAFT, VERIFY, f"{ENGINE}.*"),
         *(f"{ENGINE}.{name}" for name in ("cpu_kernels", "model_runner", "worker")),
     },
     "simulation": {
         *("numpy", "tqdm", "matplotlib"),
-        *(DRAFT, f"{VERIFY}.*", "lookahead_vllm.simulation"),
+        *(OPTIONS, DRAFT, f"{VERIFY}.*", "lookahead_vllm.simulation"),
     },
     "cli": {"numpy", "tqdm", "torch", "vllm", "huggingface_hub", "pydantic", PACKAGE.name},
 }
@@ -118,7 +124,9 @@ def test_a_module_imports_only_what_its_folder_may(path: Path) -> None:
 
 def test_every_folder_is_listed_and_none_may_import_upwards() -> None:
     assert set(ALLOWED) == FOLDERS | {""}
-    assert not {"torch", "vllm"} & ALLOWED["draft"] and "vllm" not in ALLOWED["verify"]
+    assert not {"torch", "vllm"} & (ALLOWED["options"] | ALLOWED["draft"])
+    assert "vllm" not in ALLOWED["verify"]
     for folder, allowed in ALLOWED.items():
-        upwards = {"draft": (VERIFY, ENGINE), "verify": (ENGINE,)}.get(folder.split("/")[0], ())
+        above = {"options": (DRAFT, VERIFY, ENGINE), "draft": (VERIFY, ENGINE), "verify": (ENGINE,)}
+        upwards = above.get(folder.split("/")[0], ())
         assert not any(name.startswith(upwards) for name in allowed if upwards), folder

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.command_line import positives
 from benchmarks.device.rows import METHODS
 from lookahead_vllm.cli.arguments import check_output, positive
-from lookahead_vllm.draft.options import MAX_DECODING_LENGTH
+from lookahead_vllm.options.server import MAX_DECODING_LENGTH
 
 DESCRIPTION = """\
 Measure the time that a simulated device waits for the host in a step, and the host's time."""

@@ -51,9 +51,9 @@ from benchmarks.tables import (
     verdicts,
 )
 from lookahead_vllm.cli.arguments import escape_unprintable
-from lookahead_vllm.draft.registry import HAVE_WINDOW
 from lookahead_vllm.engine.plugin import PLAIN_V2
 from lookahead_vllm.machine import cpu_name, versions
+from lookahead_vllm.options.server import HAVE_WINDOW
 
 
 def by_size(name: str, options: argparse.Namespace) -> dict[int, Any]:

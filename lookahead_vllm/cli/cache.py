@@ -16,10 +16,11 @@ from tqdm import tqdm
 from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.warming import Renderer, TextError, check_texts, learn, read_texts
-from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.kept_file import RefusedFileError
+from lookahead_vllm.options.allowed import OptionError
+from lookahead_vllm.options.server import LookaheadOptions
 
 if TYPE_CHECKING:
     from lookahead_vllm.cli.server_renderer import ServerRenderer
@@ -138,7 +139,7 @@ def load_renderer(model: str) -> ServerRenderer:
 
 def full_namespace(name: str) -> str:
     """The engine's namespace of requests with this name, no cache salt and no LoRA adapter."""
-    from lookahead_vllm.engine.request_options import shared_namespace
+    from lookahead_vllm.options.request import shared_namespace
 
     return shared_namespace("namespace", None, None, name) or "" if name else ""
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.draft.proposer import TextByText
 from lookahead_vllm.draft.stepping import ENDLESS
 from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.options.allowed import OptionError
 
 MIN_NGRAM, MAX_NGRAM = 2, 5
 """Of prompt lookup, as in vLLM's examples; its default, 5 and 5, drafts less."""

@@ -12,8 +12,8 @@ from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.cli.cache import UsageError, check_model, load_renderer
 from lookahead_vllm.cli.peers import PEERS
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.machine import versions
+from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.simulation import plot
 from lookahead_vllm.simulation.proposers import NAMES, Make, choose_proposers
 from lookahead_vllm.simulation.replay import MODES, Mode, Pace, simulate
@@ -31,7 +31,7 @@ EPILOG = """\
 examples:
   lookahead-vllm simulate tests/data/agents.jsonl --proposers ngram_trie,prompt_lookup
   lookahead-vllm simulate LOGS --model MODEL --concurrent 8 --plot out.png
-  lookahead-vllm simulate *_reference.jsonl --proposers ngram_trie,ngram_trie:branch_length=8 \\
+  lookahead-vllm simulate *_reference.jsonl --proposers ngram_trie,ngram_trie:max_nodes=50000 \\
       --budget 16,32 --mode cold,replay --json out.json
 
 a line of the traces:
@@ -53,7 +53,7 @@ a line of text, with --model:
   All .jsonl files below a folder count as one file.
 
 proposers:
-  ngram_trie, with the options of a server, as in ngram_trie:branch_length=8:max_nodes=50000.
+  ngram_trie, with the options of a server, as in ngram_trie:max_nodes=50000.
   ngram_trie:drafter=4 has the first four tokens of the recorded chains in its trees.
   hybrid and jacobi_window learn from the model's choices, which a recording does not have.
   suffix is vLLM's, by arctic-inference, with vLLM's defaults; suffix_trees are the same library's

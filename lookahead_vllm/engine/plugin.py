@@ -40,9 +40,8 @@ FLAGS: dict[str, dict[str, Any]] = {
         type=lambda text: _number_or_auto(text),
         default=argparse.SUPPRESS,
         help="The decoding length: the most draft tokens that one request may have verified "
-        "in one step. The same as --spec-tokens. Further options (branch_length, max_nodes, "
-        "share, ...) go into --speculative-config, for instance "
-        "--speculative-config.branch_length 12.",
+        "in one step. The same as --spec-tokens. Further options (max_nodes, share, ...) go into "
+        "--speculative-config, for instance --speculative-config.max_nodes 8000000.",
     ),
 }
 
@@ -169,7 +168,7 @@ def _offer_method(parser: argparse.ArgumentParser) -> None:
     def method(text: str) -> Any:
         from lookahead_vllm.engine import requested
 
-        if text == requested.KEY:
+        if text == "lookahead":
             return text
         if text not in known and requested.is_misspelled(text):
             raise argparse.ArgumentTypeError(requested.MISSPELLED.format(text))
@@ -195,7 +194,7 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
             except Exception as error:
                 if (name := requested.misspelled_name(self)) is None:
                     raise
-                from lookahead_vllm.draft.options import OptionError
+                from lookahead_vllm.options.allowed import OptionError
 
                 raise OptionError(requested.MISSPELLED.format(name)) from error
         from lookahead_vllm.engine import compatibility

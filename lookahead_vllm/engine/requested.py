@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Mapping
-from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from lookahead_vllm.draft.allowed import check_names
-from lookahead_vllm.draft.options import LookaheadOptions, OptionError
 from lookahead_vllm.draft.registry import PROPOSERS
+from lookahead_vllm.options.allowed import Allowed, OptionError, check_name
+from lookahead_vllm.options.server import ALLOWED, KEY, LookaheadOptions
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
-KEY = "lookahead"
-"""The speculative method, and the key of our options in a request's `extra_args`."""
+OURS = (KEY, f"[{KEY}]")
+"""Lookahead as a method or a model."""
 
 PACKAGE = "lookahead_vllm."
-CLASSES = {path.rpartition(".")[2]: name for name, path in PROPOSERS.items()}
+CLASSES = {PACKAGE + path.rpartition(".")[2]: name for name, path in PROPOSERS.items()}
 """Names of proposers by their classes, as vLLM's method custom_class wants them."""
 
 FLAGS = {
@@ -37,7 +36,7 @@ MISSPELLED = (
 
 def requests_lookahead(args: Any) -> bool:
     """Whether these engine arguments, of any release of vLLM, request lookahead."""
-    return any(is_lookahead(name) or _is_class(name) for name in _names(args))
+    return any(name in OURS or _is_class(name) for name in _names(args))
 
 
 def misspelled_name(args: Any) -> str | None:
@@ -61,11 +60,6 @@ def _names(args: Any) -> list[Any]:
     return [*names, *(given.values() if isinstance(given, Mapping) else [given])]
 
 
-def is_lookahead(name: Any) -> bool:
-    """Whether a method or a model is lookahead's."""
-    return name in (KEY, f"[{KEY}]")
-
-
 def _is_class(model: Any) -> bool:
     return isinstance(model, str) and model.startswith(PACKAGE)
 
@@ -84,39 +78,26 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
             f"speculative_config={reprlib.repr(given)} was given, but it must be a dict; write for "
             'instance {"method": "lookahead"}'
         )
-    check_names(given, ("method", "model", *(option.name for option in fields(LookaheadOptions))))
-    flags = {key: getattr(args, attr) for key, (attr, _) in FLAGS.items()}
-    flags = {key: value for key, value in flags.items() if value is not None}
-    settings: dict[str, Any] = {**given, **flags}
+    for name in given:
+        check_name(name, ("method", "model", *ALLOWED))
+    settings: dict[str, Any] = dict(given)
+    for key, (attribute, flag) in FLAGS.items():
+        if (value := getattr(args, attribute)) is None:
+            continue
+        if key in given:
+            raise OptionError(
+                f"{key} was given twice, as {flag} {value} and in --speculative-config as "
+                f"{given[key]!r}; write it once"
+            )
+        settings[key] = value
     method, model = settings.pop("method", None), settings.pop("model", None)
-    for key in given.keys() & flags.keys():
-        raise OptionError(
-            f"{key} was given twice, as {FLAGS[key][1]} {flags[key]} and in --speculative-config "
-            f"as {given[key]!r}; write it once"
-        )
-    if not (method is None or is_lookahead(method) or method == "custom_class"):
-        raise OptionError(
-            f"method {method!r} was given together with model {model!r}; "
-            'write only --speculative-config \'{"method": "lookahead"}\''
-        )
     if _is_class(model):
-        settings.setdefault("proposer", _proposer_of(model))
-    elif not (model is None or is_lookahead(model)):
+        Allowed(tuple(CLASSES)).check("model", model, next(iter(CLASSES)))
+        settings.setdefault("proposer", CLASSES[model])
+        model = None
+    if method not in (None, *OURS, "custom_class") or model not in (None, *OURS):
         raise OptionError(
-            f"model {model!r} was given with method 'lookahead', which needs no draft model; "
-            'write {"method": "lookahead"} without a model'
+            f"method {method!r} was given with model {model!r}, but lookahead is a method of its "
+            'own and needs no draft model; write {"method": "lookahead"} without a model'
         )
     return LookaheadOptions.from_dict(settings)
-
-
-def _proposer_of(model: str) -> str:
-    """The proposer whose class is `model`."""
-    name = model.removeprefix(PACKAGE)
-    if name not in CLASSES:
-        close = get_close_matches(name, CLASSES, n=1, cutoff=0.0)[0]
-        raise OptionError(
-            f"model {model!r} was given, but lookahead's classes are "
-            f"{', '.join(PACKAGE + known for known in CLASSES)}; "
-            f'write "{PACKAGE}{close}", or leave model out'
-        )
-    return CLASSES[name]

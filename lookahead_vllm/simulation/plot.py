@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.simulation.tables import Results
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.options import CHAIN_LENGTH, LookaheadOptions, OptionError
 from lookahead_vllm.draft.proposer import Proposer
-from lookahead_vllm.draft.registry import HAVE_WINDOW, PROPOSERS, make_proposer
-from lookahead_vllm.machine import memory_bytes
+from lookahead_vllm.draft.registry import make_proposer
+from lookahead_vllm.options.allowed import OptionError
+from lookahead_vllm.options.server import CHAIN_LENGTH, HAVE_WINDOW, PROPOSERS, LookaheadOptions
 
 Make = Callable[[int, CostCurve | None, int], Proposer]
 """Makes a proposer for a budget in nodes. With a cost curve, it may send fewer. It has a table for
@@ -24,13 +25,12 @@ NAMES = [name for name in PROPOSERS if name not in HAVE_WINDOW]
 
 
 def proposer_of(
-    settings: Mapping[str, object], budget: int, curve: CostCurve | None, num_tokens: int = 0
+    options: LookaheadOptions, budget: int, curve: CostCurve | None, num_tokens: int = 0
 ) -> Proposer:
     """A proposer with these options of a server, on which texts of `num_tokens` are live."""
-    given = {"budget": budget if curve is None else "auto", **settings}
-    options = LookaheadOptions.from_dict({"num_speculative_tokens": budget, **given})
-    options = options.for_texts(num_tokens, memory_bytes())
-    proposer = make_proposer(options)
+    sent = budget if curve is None else "auto"
+    options = replace(options, num_speculative_tokens=budget, budget=sent)
+    proposer = make_proposer(options, num_tokens)
     proposer.cost = None if curve is None else StepCost(curve)
     # Results do not depend on speed: each prompt is inserted at once, unless a replay limits it.
     cast(Any, proposer).insertion.seconds = math.inf
@@ -45,7 +45,7 @@ def choose_proposers(
     Parameters
     ----------
     names : str
-        Names separated by commas, each possibly with settings, as in `ngram_trie:branch_length=8`.
+        Names separated by commas, each possibly with settings, as in `ngram_trie:max_nodes=50000`.
     peers : Mapping[str, Callable]
         Further proposers by name, without settings.
 
@@ -56,7 +56,7 @@ def choose_proposers(
     """
     given = [name.strip() for name in names.split(",") if name.strip()]
     if not given:
-        raise OptionError("--proposers: name at least one, as in ngram_trie:branch_length=8")
+        raise OptionError("--proposers: name at least one, as in ngram_trie:max_nodes=50000")
     chosen: dict[str, Make] = {}
     for spec in given:
         if spec in chosen:
@@ -89,15 +89,14 @@ def _maker(spec: str, peers: Mapping[str, Callable[[], Proposer]]) -> Make:
     for text in texts:
         pair = key_value(text)
         if pair is None:
-            raise OptionError(f"{text!r} is not KEY=VALUE, as in ngram_trie:branch_length=8")
+            raise OptionError(f"{text!r} is not KEY=VALUE, as in ngram_trie:max_nodes=50000")
         settings[pair[0]] = pair[1]
     for key in ("num_speculative_tokens", "budget"):
         if key in settings:
             raise OptionError(f"{key} is the simulator's to set; leave it out")
     if isinstance(settings.get("drafter"), int):
         settings["drafter"] = {CHAIN_LENGTH: settings["drafter"]}
-    LookaheadOptions.from_dict(settings)
-    return partial(proposer_of, settings)
+    return partial(proposer_of, LookaheadOptions.from_dict(settings))
 
 
 def key_value(text: str) -> tuple[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lookahead_vllm.cli.peers import PEERS
-from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.simulation.proposers import choose_proposers
 from lookahead_vllm.simulation.replay import Pace, simulate
 from lookahead_vllm.simulation.traces import load_traces

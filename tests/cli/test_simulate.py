@@ -15,9 +15,9 @@ import pytest
 
 from lookahead_vllm.cli import simulate as command
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits
 from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.simulation import plot
 from lookahead_vllm.simulation import replay as simulating
 from lookahead_vllm.simulation.proposers import choose_proposers
@@ -215,7 +215,7 @@ def test_the_json_holds_the_documented_keys(
     path, out = tiny(tmp_path / "t.jsonl"), tmp_path / "out.json"
     arguments = [
         "--proposers",
-        "ngram_trie,ngram_trie:branch_length=4",
+        "ngram_trie,ngram_trie:max_nodes=2048",
         "--budget",
         "8,4",
         "--json",
@@ -226,7 +226,7 @@ def test_the_json_holds_the_documented_keys(
     content = json.loads(out.read_text())
     assert content.keys() == {"meta", "results"} and content["meta"]["argv"]
     results = content["results"]
-    assert list(results) == ["ngram_trie", "ngram_trie:branch_length=4"]
+    assert list(results) == ["ngram_trie", "ngram_trie:max_nodes=2048"]
     for of_budget in results.values():
         assert list(of_budget) == ["8", "4"]
         for of_mode in of_budget.values():

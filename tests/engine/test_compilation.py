@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lookahead_vllm import compilation, kernel_folder
-from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.driving import engine, generate, random_prompts
 from tests.support.kernels import compiled_since, reset_kernels
 
@@ -53,7 +54,7 @@ def test_the_process_compiles_all_that_an_engine_runs(
     marker = compilation._marker(options, True)
     marker.unlink(missing_ok=True)
     process = subprocess.run(
-        [sys.executable, "-c", COMPILES, json.dumps([options.to_dict(), True])],
+        [sys.executable, "-c", COMPILES, json.dumps([asdict(options), True])],
         stdin=os.pipe()[0],
         stdout=subprocess.PIPE,
         check=True,
@@ -85,7 +86,7 @@ def test_a_second_start_compiles_nothing(folder: Path, monkeypatch: pytest.Monke
 BEGINS = """
 import subprocess, time
 from lookahead_vllm import compilation
-from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.options.server import LookaheadOptions
 class Started(subprocess.Popen):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -57,7 +57,7 @@ def test_two_engines_answer_as_plain_vllm_and_end_together(llama: Path, tmp_path
         sampling = [SamplingParams(**parameters) for _, parameters in cases]
         expected = [answer for (answer,) in generate(plain, [case[0] for case in cases], sampling)]
     cache = tmp_path / "learned.cache"
-    lookahead = {"method": "lookahead", "budget": 8, "cache_path": str(cache), "cache_interval": 0}
+    lookahead = {"method": "lookahead", "budget": 8, "cache_path": str(cache)}
     server = RedisServer(tmp_path) if BINARY else None
     if server is not None:
         lookahead["share_with"] = server.url

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import config, plugin
+from lookahead_vllm.options.allowed import OptionError
 from tests.support.drafters import CONFIGS, TARGETS, save_drafter
 from tests.support.models import save_config
 

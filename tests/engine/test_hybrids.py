@@ -15,10 +15,10 @@ from vllm import LLM, SamplingParams
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
 from benchmarks.port.seams import SEAMS
-from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
 from lookahead_vllm.engine.worker import recurrent
+from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify.recurrence import StateMover
 from tests.support.driving import (
     converse,
@@ -29,7 +29,7 @@ from tests.support.driving import (
     obstacle_of,
     random_prompts,
 )
-from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS, use_float32_gated_delta
+from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of, use_float32_gated_delta
 from tests.support.models import WANDERING, save_config
 from tests.support.proposers import record
 
@@ -40,20 +40,7 @@ PROMPTS = random_prompts(12, 60)
 SEEDED = SamplingParams(
     temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, detokenize=False, top_k=20, n=2
 )
-CACHING: dict[str, Any] = dict(
-    enable_prefix_caching=True,
-    prefix_cache_retention_interval=None,  # states behind prompts are kept, too
-    block_size=32,
-    max_model_len=512,
-    max_num_batched_tokens=64,  # prompts in chunks
-)
 Answers = list[list[list[int]]]
-
-
-def settings_of(name: str) -> dict[str, Any]:
-    # Its state is so large that nodes need larger blocks.
-    size = {"block_size": 192} if name == "qwen3_next" else {}
-    return dict(load_format=WANDERING, **size, **ENGINE_SETTINGS.get(name, {}))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

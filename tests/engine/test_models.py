@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import plugin
+from lookahead_vllm.options.allowed import OptionError
 from tests.support.driving import (
     drafter_of,
     engine,

@@ -15,9 +15,12 @@ from vllm import LLM
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.model_runner import stages
-from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
+from lookahead_vllm.engine.model_runner.runner import _TREES, LookaheadRunner
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
-from tests.support.driving import engine, generate, generate_staggered
+from tests.support.driving import converse, engine, generate, generate_staggered
+from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of, use_float32_gated_delta
+from tests.support.models import STAGED, save_config
+from tests.support.proposers import record
 from tests.support.ranks import (
     GREEDY,
     PROMPTS,
@@ -30,6 +33,8 @@ from tests.support.ranks import (
     verified,
 )
 from tests.support.servers import cores_of
+
+use_float32_gated_delta()
 
 FIXED = {"num_speculative_tokens": 6, "budget": 6}
 
@@ -160,6 +165,30 @@ def test_a_stage_moves_nothing_of_a_request_that_has_ended() -> None:
     assert moved == [(102, 101), (103, 102)]
 
 
+def test_vllm_copies_states_after_they_have_moved() -> None:
+    """It takes them from where a chain would have left them."""
+    order = []
+    ended = SimpleNamespace(event=None, sampled_tokens=None, idx_mapping_np=np.zeros(1, int))
+    ended.gen_at_receive_np = np.zeros(1)
+    setattr(ended, _TREES, SimpleNamespace(move=lambda *_: order.append("moved")))
+
+    class Base:
+        pp_handler = SimpleNamespace(
+            queue=[ended],
+            main_stream=SimpleNamespace(wait_event=lambda _: order.append("tokens are there")),
+            req_idx_gen_np=np.zeros(1),
+        )
+
+        def update_pp_decode_requests(self) -> None:
+            order.append("copied")
+
+    class Runner(LookaheadRunner, Base):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+    Runner().update_pp_decode_requests()
+    assert order == ["tokens are there", "moved", "copied"]
+
+
 @pytest.mark.parametrize(("width", "sent"), [(1, 1), (3, 7), (7, 7)])
 def test_the_stages_get_as_many_tokens_as_they_expect(width: int, sent: int) -> None:
     """vLLM 0.33 asserts that a step with drafts has the width of the longest one."""
@@ -176,3 +205,36 @@ def test_the_stages_get_as_many_tokens_as_they_expect(width: int, sent: int) -> 
     output, *counts = Runner().sample()
     assert output.sampled_token_ids.shape == (2, sent) and counts == [1, 2]
     assert output.sampled_token_ids.sum() == 2 * width
+
+
+class ImportsThis:
+    """vLLM adds this class to that of its workers, so their processes import this module."""
+
+
+def record_answers(worker: Any, prompts: list[list[int]], answers: list[list[list[int]]]) -> None:
+    """In a worker: for the proposer "hidden_path"."""
+    record(prompts, answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("falcon_h1", CACHING), ("qwen3_next", {"max_num_batched_tokens": 64})]
+)
+def test_stages_keep_the_states_of_recurrent_layers(
+    name: str, others: dict[str, Any], two_stages: dict[str, Any], tmp_path: Path
+) -> None:
+    """With prefix caching, where as many tokens are cached as in one stage, and without."""
+    model = save_config(name, tmp_path, HYBRIDS)
+    settings = others | settings_of(name) | {"load_format": STAGED, "max_model_len": 512}
+    with engine(model, **settings) as llm:
+        plain, turns = generate(llm, PROMPTS, GREEDY), converse(llm)
+    hidden = FIXED | {"proposer": "hidden_path"}
+    extension = f"{__name__}.{ImportsThis.__name__}"
+    with pipeline(model, two_stages, hidden, worker_extension_cls=extension, **settings) as llm:
+        llm.collective_rpc(record_answers, args=(PROMPTS, plain))
+        for turn in turns:
+            llm.collective_rpc(record_answers, args=(turn.prompts, turn.answers))
+        assert generate_staggered(llm, PROMPTS, GREEDY, every=3) == plain
+        assert converse(llm) == turns
+        _, last = stages_of(llm)
+    assert sum(branching for _, branching in last.trees) > 50
+    assert last.counters["moved_tokens"] > 50

@@ -14,8 +14,8 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import compatibility, plugin, requested
+from lookahead_vllm.options.allowed import OptionError
 
 HOME = "vllm.engine.arg_utils"
 OURS = ("--speculative-model", "--num-speculative-tokens")

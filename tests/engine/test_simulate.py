@@ -13,6 +13,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 from benchmarks.engines.generate import Generation
 from benchmarks.engines.target_guided import follow
+from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.simulation.proposers import proposer_of
 from lookahead_vllm.simulation.replay import Pace, simulate
 from lookahead_vllm.simulation.traces import Trace, TraceFile, load_traces
@@ -74,9 +75,8 @@ def test_an_engine_emits_as_many_tokens_a_step_as_simulate_says(tmp_path: Path) 
         prompts = [trace.prompt.tolist() for trace in file.traces]
         follow(llm, prompts, [trace.output.tolist() for trace in file.traces])
         generations = answer(llm, file.sessions)
-    make = partial(
-        proposer_of, {"proposer": "ngram_trie"}, NODES, None, len(file.sessions) * longest
-    )
+    options = LookaheadOptions(proposer="ngram_trie")
+    make = partial(proposer_of, options, NODES, None, len(file.sessions) * longest)
     said = simulate(make, NODES, [file], ["cold"], pace=Pace(len(file.sessions)))["cold"]
     tokens = sum(len(generation.token_ids) - 1 for generation in generations)
     steps = sum(generation.steps for generation in generations)

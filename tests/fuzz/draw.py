@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lookahead_vllm.draft.registry import HAVE_WINDOW
 from tests.fuzz.round import TWO_REPLICAS, TWO_STAGES, Request, Round
 from tests.support.drafters import TARGETS
 
@@ -19,7 +18,7 @@ REFERENCE_LENGTHS = (1, 20, 100, 900)
 LATENT = ("deepseek_v2", "deepseek_v3")  # models with latent attention
 HYBRIDS = ("falcon_h1", "nemotron_h", "granite4", "zamba2", "lfm2", "qwen3_next")
 """Models with recurrent layers, see tests/support/hybrid_models.py."""
-IN_STAGES = ("llama", "mixtral", "qwen2", "qwen3")
+IN_STAGES = ("llama", "mixtral", "qwen2", "qwen3", "falcon_h1", "granite4", "lfm2", "qwen3_next")
 """Models that also run in a pipeline."""
 
 Draw = Callable[[random.Random], dict[str, Any]]
@@ -283,8 +282,6 @@ def _draw_lookahead(draws: FeatureDraws, with_drafter: bool, with_fleet: bool) -
         shares = ["all", "namespace", "namespace"] + ["none"] * (not with_fleet)
         lookahead["share"] = rng.choice(shares)
         lookahead["client_options"] = rng.choice(["all"] * 3 + ["no_namespaces", "none"])
-    if proposer in HAVE_WINDOW:
-        lookahead["ngram_size"] = rng.choice([2, 3, 4, 5, 5])
     return lookahead
 
 

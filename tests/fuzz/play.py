@@ -27,8 +27,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from lookahead_vllm.draft.fleet import exchange
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.draft.trie import sessions
-from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.worker.step_recorder import Counters
+from lookahead_vllm.options import request as request_options
 from tests.fuzz.isolation import GENERATION_PROMPT, Leak, LeakDetector
 from tests.fuzz.processes import counters_of, engine_elsewhere
 from tests.fuzz.replies import Difference, Reply, differences
@@ -39,7 +39,7 @@ from tests.support.counted_twice import counted_twice
 from tests.support.drafters import save_drafter
 from tests.support.driving import drafter_of, engine, runner_of
 from tests.support.hybrid_models import ENGINE_SETTINGS, HYBRIDS
-from tests.support.models import WANDERING, save_adapter, save_config, save_tiny_model
+from tests.support.models import STAGED, WANDERING, save_adapter, save_config
 from tests.support.processors import NoRepeat
 from tests.support.redis_server import RedisServer
 from tests.support.tokenizer import save_tokenizer
@@ -369,18 +369,13 @@ class Rounds:
             settings["logits_processors"] = [NoRepeat]
         if "reasoning_config" in settings:
             settings["reasoning_config"] = ReasoningConfig(**settings["reasoning_config"])
-        if round_.processes == TWO_STAGES:  # each stage would draw weights of its own
-            folder = self._folder / "stages"
-            folder.mkdir(exist_ok=True)
-            model = save_tokenizer(save_tiny_model(round_.model, folder))
-        else:
-            settings["load_format"] = WANDERING
-            # With embeddings, vLLM adds a token to the tokenizer that it caches by path.
-            folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")
-            folder.mkdir(exist_ok=True)
-            model = save_tokenizer(save_config(round_.model, folder, CONFIGS))
-            if lookahead and round_.drafter:
-                lookahead = {**lookahead, "drafter": save_drafter(round_.drafter, folder)}
+        settings["load_format"] = STAGED if round_.processes == TWO_STAGES else WANDERING
+        # With embeddings, vLLM adds a token to the tokenizer that it caches by path.
+        folder = self._folder / ("embeddings" if "enable_prompt_embeds" in settings else "ids")
+        folder.mkdir(exist_ok=True)
+        model = save_tokenizer(save_config(round_.model, folder, CONFIGS))
+        if lookahead and round_.drafter:
+            lookahead = {**lookahead, "drafter": save_drafter(round_.drafter, folder)}
         start: Any = partial(engine, drafts=None)  # a round may have none; `Report` counts them
         if lookahead and round_.processes:
             start = engine_elsewhere

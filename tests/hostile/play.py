@@ -36,7 +36,7 @@ ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", PLAIN_V2: "1"}
 rows, 1024 by default: some 60 MB, which fill slowly in plain vLLM, and faster with drafts, whose
 numbers of rows vary more. A small cache keeps this growth out of the measured memory.
 """
-LOOKAHEAD = ("--speculative-model", "[lookahead]", "--speculative-config.cache_interval", "20")
+LOOKAHEAD = ("--speculative-model", "[lookahead]")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.options import OptionError
+from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.simulation.proposers import choose_proposers
 from lookahead_vllm.simulation.replay import simulate
 from lookahead_vllm.simulation.traces import load_traces
@@ -17,10 +17,10 @@ from tests.support.files import jsonl
 
 
 def test_a_proposer_has_the_settings_of_its_name_and_the_simulators_budget() -> None:
-    name = "ngram_trie:branch_length=8:max_nodes=2048"
+    name = "ngram_trie:share=all:max_nodes=2048"
     proposer: Any = choose_proposers(name)[name](24, None, 0)
     options = proposer.options
-    assert (options.branch_length, options.max_nodes) == (8, 2048)
+    assert (options.share, options.max_nodes) == ("all", 2048)
     assert (options.budget, options.num_speculative_tokens) == (24, 24)
     curve = CostCurve([1, 2], [1.0, 3.0])
     costed: Any = choose_proposers(name)[name](24, curve, 0)
@@ -52,11 +52,11 @@ def test_recorded_chains_are_in_the_trees_of_a_proposer_with_a_drafter(tmp_path:
         ("jacobi_window", "measure it with scripts/bench.py"),
         ("medusa", "no such proposer; there are ngram_trie"),
         ("ngram_trie,ngram_trie", "given twice"),
-        ("ngram_trie:branch_length", "'branch_length' is not KEY=VALUE"),
-        ("ngram_trie:branch_lenght=8", "did you mean 'branch_length'?"),
-        ("ngram_trie:branch_length=0", "branch_length=0 was given"),
+        ("ngram_trie:max_nodes", "'max_nodes' is not KEY=VALUE"),
+        ("ngram_trie:max_node=8", "did you mean 'max_nodes'?"),
+        ("ngram_trie:max_nodes=0", "max_nodes=0 was given"),
         ("ngram_trie:budget=8", "budget is the simulator's to set"),
-        ("ngram_trie:branch_length=8 tokens", "write 64"),
+        ("ngram_trie:max_nodes=2048 tokens", "write 4000000"),
     ],
 )
 def test_a_wrong_name_is_refused(names: str, message: str) -> None:

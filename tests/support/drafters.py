@@ -10,6 +10,7 @@ from vllm import LLM
 from lookahead_vllm.draft.progress import PROPOSED
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
 from tests.support.driving import runner_of
+from tests.support.hybrid_models import HYBRIDS
 from tests.support.models import NOISY, TINY, save_config
 
 _LLAMA = {**TINY["llama"], "model_type": "llama"}
@@ -17,6 +18,7 @@ _HEAD = {**_LLAMA, "num_hidden_layers": 1}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     **TINY,
+    **HYBRIDS,
     f"{NOISY}llama": _LLAMA,
     "eagle": _HEAD,
     "eagle3": {
@@ -32,6 +34,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "qwen2",
         "num_nextn_predict_layers": 1,
     },
+    "qwen3_next_mtp": {
+        **HYBRIDS["qwen3_next"],
+        "model_type": "qwen3_next",
+        "num_nextn_predict_layers": 1,
+    },
 }
 """Of targets and drafters."""
 
@@ -39,10 +46,10 @@ _MODELS = {"draft_model": f"{NOISY}llama", "eagle": "eagle", "eagle3": "eagle3",
 """The model of each of vLLM's methods; None if it is a part of the target."""
 
 TARGETS: dict[str, tuple[str, ...]] = {
-    "draft_model": ("llama", "mistral_window", "mixtral"),
+    "draft_model": ("llama", "mistral_window", "mixtral", "falcon_h1", "qwen3_next"),
     "eagle": ("llama",),
     "eagle3": ("llama",),
-    "mtp": ("mimo",),
+    "mtp": ("mimo", "qwen3_next_mtp"),
 }
 """The targets for which each method can draft."""
 

@@ -10,7 +10,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
-from tests.support.models import COMMON, DIVIDED, EXPERTS, ROTARY
+from tests.support.models import COMMON, DIVIDED, EXPERTS, ROTARY, WANDERING
 
 STATE = dict(mamba_n_heads=4, mamba_n_groups=1, mamba_d_state=16, mamba_d_conv=4)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
@@ -45,6 +45,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         n_groups=1,
         conv_kernel=4,
         chunk_size=16,
+        sliding_window=40,
     ),
     "granite4": dict(
         DIVIDED,
@@ -135,6 +136,22 @@ ENGINE_SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2": dict(compilation_config=dict(custom_ops=["none"])),
 }
 """What an engine of a model needs beside the settings of every test."""
+
+CACHING: dict[str, Any] = dict(
+    enable_prefix_caching=True,
+    prefix_cache_retention_interval=None,  # states behind prompts are kept, too
+    block_size=32,
+    max_model_len=512,
+    max_num_batched_tokens=64,  # prompts in chunks
+)
+"""Settings of an engine whose prompts take several chunks and end in many blocks."""
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """What an engine of a model needs in float32."""
+    # Its state is so large that nodes need larger blocks.
+    size = {"block_size": 192} if name.startswith("qwen3_next") else {}
+    return dict(load_format=WANDERING, **size, **ENGINE_SETTINGS.get(name, {}))
 
 
 _bfloat16_gated_delta = gdn_attention.cpu_gdn_attention_core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,8 @@ for _model in (MRoPEQwen2ForCausalLM, MRoPEQwen3ForCausalLM):
 
 WANDERING = "wandering"
 """The load format for a folder without weights."""
+STAGED = "wandering_stages"
+"""The same where pipeline stages share a model: each parameter follows from its name."""
 CALM = "calm"
 """The same for models in bfloat16."""
 NOISY = "noisy_"
@@ -329,12 +332,15 @@ class WanderingModelLoader(DummyModelLoader):
     """
 
     width = 3.0
+    by_name = False
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         rng = torch.Generator().manual_seed(0)  # on the CPU, whatever the model's device
         noise = 0.05 * Path(model_config.model).name.startswith(NOISY)
         for name, parameter in model.named_parameters():
             weights = parameter.data
+            if self.by_name:
+                rng.manual_seed(zlib.crc32(name.encode()))
             if weights.ndim > 1:
                 mean = 0.0
                 width = (0.1 if "embed" in name else self.width) * weights.shape[-1] ** -0.5
@@ -349,6 +355,13 @@ class WanderingModelLoader(DummyModelLoader):
             if noise:
                 drawn += noise * width * torch.randn(drawn.shape)
             weights.copy_(drawn)
+
+
+@register_model_loader(STAGED)
+class StagedModelLoader(WanderingModelLoader):
+    """The same, whichever layers of the model are loaded."""
+
+    by_name = True
 
 
 @register_model_loader(CALM)

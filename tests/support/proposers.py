@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int64s
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import TextByText
 from lookahead_vllm.draft.registry import PROPOSERS
 from lookahead_vllm.draft.stepping import DraftLimits
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
+from lookahead_vllm.options.allowed import Allowed
+from lookahead_vllm.options.server import ALLOWED, LookaheadOptions
 
 VOCAB = 128
 RECORDED: dict[tuple[int, ...], list[list[int]]] = {}
@@ -41,7 +42,7 @@ class TestProposer(TextByText):
 
     __test__ = False
 
-    def __init__(self, options: LookaheadOptions) -> None:
+    def __init__(self, options: LookaheadOptions, text_nodes: int = 0) -> None:
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.texts: list[str] = []
@@ -207,7 +208,7 @@ class Failing(AlwaysRight):
             raise RuntimeError("cannot learn")
 
 
-PROPOSERS.update(
+TEST_PROPOSERS = dict(
     hidden_path=f"{__name__}.HiddenPath",
     always_right=f"{__name__}.AlwaysRight",
     always_wrong=f"{__name__}.AlwaysWrong",
@@ -216,3 +217,5 @@ PROPOSERS.update(
     malformed=f"{__name__}.Malformed",
     failing=f"{__name__}.Failing",
 )
+PROPOSERS.update(TEST_PROPOSERS)
+ALLOWED["proposer"] = Allowed((*ALLOWED["proposer"].words, *TEST_PROPOSERS))

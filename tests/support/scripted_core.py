@@ -26,7 +26,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics
 from vllm.v1.outputs import LogprobsLists
 
-from lookahead_vllm.engine import request_options
+from lookahead_vllm.options import request as request_options
 
 TASKS = ("generate",)
 NODES = 16

@@ -9,7 +9,6 @@ import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int64s
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import (
     NO_TEXT,
     EmittedTokens,
@@ -28,6 +27,7 @@ from lookahead_vllm.draft.trie.recycling import NUM_CHOICES, NUM_LINES, ChoiceTr
 from lookahead_vllm.draft.trie.step import begin_step
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.window.branch import LookaheadBranch
+from lookahead_vllm.options.server import LookaheadOptions
 
 MIN_WORTH = 0.02
 """The model's choices are not used if they gain less, in tokens a step and request. To find, keep
@@ -58,9 +58,9 @@ class HybridProposer(NGramTrieProposer):
         The gain from the choices, in tokens a step and request.
     """
 
-    def __init__(self, options: LookaheadOptions) -> None:
+    def __init__(self, options: LookaheadOptions, text_nodes: int = 0) -> None:
         options = options.for_model(0)
-        self.branch = LookaheadBranch(options)
+        self.branch = LookaheadBranch(options.window)
         self.worth = PRIOR_WORTH
         self.num_choices = NUM_CHOICES
         self._steps_without = 0
@@ -75,7 +75,7 @@ class HybridProposer(NGramTrieProposer):
         """Whether combs are among them."""
         self._windows: tuple[Int64s, Int64s, Load] | None = None
         """The arguments of `branch.choose` in a `draft` that may send combs."""
-        super().__init__(options, NUM_LINES)
+        super().__init__(options, text_nodes, NUM_LINES)
 
     def start(
         self,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
+from lookahead_vllm.options.server import LookaheadOptions
 
 _NO_TRIE = 1024
 """The slots of a trie in which nothing is kept."""
@@ -30,7 +30,7 @@ class JacobiWindowProposer(HybridProposer):
     Requests share nothing: no namespace, no references.
     """
 
-    def __init__(self, options: LookaheadOptions) -> None:
+    def __init__(self, options: LookaheadOptions, text_nodes: int = 0) -> None:
         super().__init__(replace(options, max_nodes=_NO_TRIE))
 
     def start(

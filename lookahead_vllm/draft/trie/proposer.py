@@ -18,7 +18,6 @@ from lookahead_vllm.draft.budget.allot import (
 from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.progress import PROPOSED, EmittedTokens, ProgressArrays, WantedDrafts
 from lookahead_vllm.draft.proposer import Proposer, Verified
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
@@ -44,12 +43,16 @@ from lookahead_vllm.draft.trie.suffix import (
     hashes_of,
 )
 from lookahead_vllm.draft.trie.table import NO_SPACE, Trie, count_by_space
+from lookahead_vllm.options.server import LookaheadOptions
 
 NUM_SAMPLES = 128
 """The places in texts at which `held_share` looks for their n-grams, in less than 1 ms."""
 
 SUFFIXES = [*ORDERS, -NUM_SPARSE, PROMPT_END]
 """Identifies the n-grams of a snapshot: the lengths of the suffixes."""
+
+BRANCH_LENGTH = 64
+"""The longest branch of a tree, in tokens."""
 
 
 class Fleet(Protocol):
@@ -96,9 +99,9 @@ class NGramTrieProposer(Proposer):
     `sessions.py`, or eliminated when the request ends.
     """
 
-    def __init__(self, options: LookaheadOptions, num_lines: int = 0) -> None:
+    def __init__(self, options: LookaheadOptions, text_nodes: int = 0, num_lines: int = 0) -> None:
         self.options = options
-        self.trie = Trie(options.max_nodes, options.num_text_nodes)
+        self.trie = Trie(options.max_nodes, text_nodes)
         self.rate = AcceptanceRate(priors.load(NUM_RATES))
         self._lines = make_lines(num_lines)
         """The table of the model's choices, see `recycling.py`."""
@@ -180,7 +183,7 @@ class NGramTrieProposer(Proposer):
     @property
     def _bounds(self) -> tuple[int, int, float]:
         """The fields of TreeLimits."""
-        return self._max_nodes, self.options.branch_length, self._min_prob
+        return self._max_nodes, BRANCH_LENGTH, self._min_prob
 
     @property
     def _cost(self) -> StepCost | None:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
 from lookahead_vllm.draft.window.grid import VerifiedCombs, Windows
+from lookahead_vllm.options.window import WindowShape
 
 COMB_PROB = 0.0005
 """The probability of a node that only the comb adds. Such a node is sent for the model's choice at
@@ -44,10 +44,10 @@ class LookaheadBranch:
         Tokens that a comb gains, on average.
     """
 
-    def __init__(self, options: LookaheadOptions) -> None:
-        self.windows = Windows(options.window)
+    def __init__(self, shape: WindowShape) -> None:
+        self.windows = Windows(shape)
         self.worth = PRIOR_TOKENS
-        self._has_window = options.window.window_size > 0
+        self._has_window = shape.window_size > 0
         capacity = self.windows.request_rows.capacity
         self._sent = np.zeros(capacity, np.bool_)
         """The comb was sent and has not been verified."""

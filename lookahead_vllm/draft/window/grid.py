@@ -20,7 +20,7 @@ from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import DraftForest, ForestArrays, first_nodes
-from lookahead_vllm.draft.window.shape import WindowShape, columns_of
+from lookahead_vllm.options.window import WindowShape, columns_of
 
 ROOT, ABSENT = -1, -2  # in `cells`, in addition to node indices
 

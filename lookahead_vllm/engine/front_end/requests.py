@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from vllm.exceptions import VLLMValidationError
 
-from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.engine import config, patches, request_options
+from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.front_end import tool_results, usage
-from lookahead_vllm.engine.request_options import RequestError, RequestOptions
+from lookahead_vllm.options import request as request_options
+from lookahead_vllm.options.allowed import OptionError
+from lookahead_vllm.options.request import RequestOptions
+from lookahead_vllm.options.server import LookaheadOptions
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Refuse the request if one of its options is wrong: a server answers HTTP 400."""
+    try:
+        yield
+    except OptionError as error:
+        raise VLLMValidationError(str(error)) from None
 
 
 @functools.cache
@@ -60,7 +72,8 @@ def with_checked_places(original: Callable[..., Any]) -> Callable[..., Any]:
             body = await raw_request.json()
         except ValueError:
             return  # the endpoint refuses it
-        request_options.check_places(body)
+        with _refusing():
+            request_options.check_places(body)
 
     @functools.wraps(original)
     def build_app(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +94,8 @@ def with_prediction(original: Callable[..., Any]) -> Callable[..., Any]:
         params = noting(self, *args, **kwargs)
         prediction = (self.model_extra or {}).get("prediction")
         if prediction is not None:
-            params.extra_args = request_options.with_prediction(params.extra_args, prediction)
+            extra_args = params.extra_args or {}
+            params.extra_args = {**extra_args, request_options.PREDICTION: prediction}
         return params
 
     return to_sampling_params
@@ -201,12 +215,13 @@ def _options(
 ) -> RequestOptions:
     """The checked options of a request; `engine` is a client or its input processor."""
     vocab_size = engine.model_config.get_vocab_size()
-    options = request_options.parse_options(extra_args, vocab_size, server)
-    if _texts(options) and engine.renderer.tokenizer is None:
-        raise RequestError(
-            "a text was given as lookahead's reference, but this engine has no tokenizer "
-            "(skip_tokenizer_init); write its token ids, as in [[1, 2, 3]]"
-        )
+    with _refusing():
+        options = request_options.parse_options(extra_args, vocab_size, server)
+        if _texts(options) and engine.renderer.tokenizer is None:
+            raise OptionError(
+                "a text was given as lookahead's reference, but this engine has no tokenizer "
+                "(skip_tokenizer_init); write its token ids, as in [[1, 2, 3]]"
+            )
     return options
 
 

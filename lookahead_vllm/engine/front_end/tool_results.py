@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lookahead_vllm.engine import request_options
+from lookahead_vllm.options.request import TOOL_RESULTS
 
 _LINE_NUMBER = re.compile(r"^ {0,6}\d{1,6}(?:→|\t|: ?|\|)", re.MULTILINE)
 _RAW_ARGUMENT = re.compile(r"<[^\s<>\"'{}]*parameter[= ]|<arg_value>")
@@ -29,8 +29,7 @@ def with_tool_results(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.tools and self.tool_choice != "none" and isinstance(messages, list):
             texts = new_results(messages)
             if texts:
-                extra_args = {**(params.extra_args or {}), request_options.TOOL_RESULTS: texts}
-                params.extra_args = extra_args
+                params.extra_args = {**(params.extra_args or {}), TOOL_RESULTS: texts}
         return params
 
     return to_sampling_params

@@ -12,10 +12,10 @@ import numpy as np
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.progress import Progress
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
-from lookahead_vllm.engine.request_options import RequestOptions
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+from lookahead_vllm.options import request as request_options
+from lookahead_vllm.options.request import RequestOptions
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

@@ -283,16 +283,17 @@ class LookaheadRunner(DummyRuns):
             self._take(step, stages.broadcast_object(drafts, src=stages.world_size - 1))
 
     def update_pp_decode_requests(self) -> None:
-        """On the stages before the last one: also move the KV of what has been accepted."""
+        """On the stages before the last one: also move the KV of what has been accepted, and the
+        states, which vLLM then copies from where a chain would have left them."""
         handler: Any = self.pp_handler
         pending: Any = handler.queue[0] if handler is not None and handler.queue else None
-        super().update_pp_decode_requests()
         if (trees := getattr(pending, _TREES, None)) is not None:
             handler.main_stream.wait_event(pending.event)
             now = handler.req_idx_gen_np[pending.idx_mapping_np]
             trees.move(
                 self._branching.movers, pending.sampled_tokens, now != pending.gen_at_receive_np
             )
+        super().update_pp_decode_requests()
 
     def _draft(self, step: Step) -> None:
         """Wait for the tokens of the step before, and draft."""
@@ -396,7 +397,7 @@ class LookaheadRunner(DummyRuns):
             if mover is None:
                 continue
             if isinstance(mover, RequestStates):
-                mover.commit(table, step.batch, requests, path, ends)
+                mover.commit(mover.places(table, step.batch, requests), path, ends)
             else:
                 mover.move_paths(own[path.origins], own[path.targets])
 
@@ -509,10 +510,19 @@ class LookaheadRunner(DummyRuns):
 
         They are on what vLLM awaits, and read in `update_pp_decode_requests`.
         """
-        layout, pending = step.layout, self.pp_handler.queue[-1]
+        layout, batch, pending = step.layout, step.batch, self.pp_handler.queue[-1]
         assert layout is not None
-        if pending is not None:
-            setattr(pending, _TREES, ComputedTrees.of(layout, step.batch, step.slots))
+        if pending is None:
+            return
+        requests = slice(batch.num_reqs)
+        states = {
+            group: mover.places(table, batch, requests)
+            for group, (mover, table) in enumerate(
+                zip(self._branching.movers, self.block_tables.input_block_tables, strict=True)
+            )
+            if isinstance(mover, RequestStates)
+        }
+        setattr(pending, _TREES, ComputedTrees.of(layout, batch, step.slots, states))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         drafts = self.step.whole

@@ -1,4 +1,4 @@
-"""Pipeline stages before the last one, on Model Runner V2: they keep the KV of accepted nodes.
+"""Pipeline stages before the last one, on Model Runner V2: they keep what accepted nodes left.
 
 Only the last stage samples. vLLM broadcasts the tokens of a step from there, and the other stages
 read them before the next step that has the same requests.
@@ -6,13 +6,15 @@ read them before the next step that has the same requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lookahead_vllm.engine.worker.recurrent import StatePlaces
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import walk
@@ -33,10 +35,18 @@ class ComputedTrees(NamedTuple):
     """int64 [n]: the request of each row."""
     slots: torch.Tensor
     """[groups, n]: the KV slot of each row, for each KV cache group."""
+    states: Mapping[int, StatePlaces]
+    """Of each KV cache group of recurrent layers, where the requests' states are."""
 
     @classmethod
-    def of(cls, layout: NodeLayout, batch: InputBatch, slots: torch.Tensor) -> ComputedTrees:
-        """`slots` has those of all tokens of the step; they are copied."""
+    def of(
+        cls,
+        layout: NodeLayout,
+        batch: InputBatch,
+        slots: torch.Tensor,
+        states: Mapping[int, StatePlaces] = MappingProxyType({}),
+    ) -> ComputedTrees:
+        """`slots` has those of all tokens of the step; all of these are copied."""
         sizes = np.diff(batch.cu_num_logits_np)
         owners = np.repeat(np.arange(len(sizes)), sizes)
         rows = batch.logits_indices
@@ -46,10 +56,11 @@ class ComputedTrees(NamedTuple):
             batch.cu_num_logits,
             to_device(owners, slots.device),
             slots[:, rows],
+            {group: StatePlaces(*(part.clone() for part in own)) for group, own in states.items()},
         )
 
     def move(self, movers: Sequence[Any], tokens: torch.Tensor, freed: NDArray[np.bool_]) -> None:
-        """Move the accepted nodes' KV to the slots right after the root's.
+        """Move the accepted nodes' KV to the slots right after the root's, and their states.
 
         Parameters
         ----------
@@ -63,5 +74,8 @@ class ComputedTrees(NamedTuple):
         sampled = tokens[self.owners, self.layout.depths.long()]
         rows = torch.arange(len(sampled), device=sampled.device)
         path = walk(self.ids, sampled, self.layout.parents, self.ends, rows, self.layout.width)
-        for mover, own in zip(movers, self.slots, strict=True):
-            mover.move_paths(own[path.origins], own[path.targets])
+        for group, (mover, own) in enumerate(zip(movers, self.slots, strict=True)):
+            if group in self.states:
+                mover.commit(self.states[group], path, self.ends)
+            else:
+                mover.move_paths(own[path.origins], own[path.targets])

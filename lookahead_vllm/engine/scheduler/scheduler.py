@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import config, messages, patches, request_options, step_report
+from lookahead_vllm.engine import config, messages, patches, step_report
 from lookahead_vllm.engine.grammar import (
     GrammarTreeWalk,
     accept_tokens_one_by_one,
@@ -26,6 +26,7 @@ from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
 from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
 from lookahead_vllm.engine.scheduler.pauses import Pauses
+from lookahead_vllm.options import request as request_options
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput

@@ -110,6 +110,8 @@ def branching_obstacle(
         if is_recurrent(own[0]):
             if others := kinds_of(own) - LAYERS:
                 return f"a node has no recurrent state in layers of {', '.join(sorted(others))}"
+            if config.mamba_config.enable_stochastic_rounding:
+                return "vLLM rounds recurrent states at random"
         elif reason := attention.obstacle(group, own, config.cache_config.cache_dtype):
             return reason
     return None

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, cast
 
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.keeper import Cacheable, CacheKeeper
-from lookahead_vllm.draft.options import LookaheadOptions
+from lookahead_vllm.options.server import LookaheadOptions
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from lookahead_vllm.draft.proposer import Proposer
+
+SAVE_SECONDS = 60.0
+"""Between two saves, if something was learned."""
 
 
 def open_cache(
@@ -27,7 +30,7 @@ def open_cache(
         path = path.with_name(f"{path.name}.dp{rank}")
     tokenizer = fingerprint_of(vllm_config.model_config)
     keeps = cast(Cacheable, proposer)  # the options were checked
-    return CacheKeeper(keeps, path, options.cache_interval, tokenizer)
+    return CacheKeeper(keeps, path, SAVE_SECONDS, tokenizer)
 
 
 def fingerprint_of(model_config: ModelConfig) -> str:

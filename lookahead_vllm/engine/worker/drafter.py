@@ -20,7 +20,6 @@ from lookahead_vllm.engine import config
 from lookahead_vllm.engine.worker.cache import open_cache
 from lookahead_vllm.engine.worker.fleet import join_fleet
 from lookahead_vllm.engine.worker.step_recorder import Counters, StepRecorder
-from lookahead_vllm.machine import memory_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -112,11 +111,10 @@ class LookaheadDrafter:
         `cost` is None if the budget is fixed; else `cost_file` keeps it for the next start.
         """
         self.options = self.options.for_step_cost(cost.critical_decoding_length if cost else 0)
-        num_tokens = vllm_config.scheduler_config.max_num_seqs * self.max_model_len
-        self.options = self.options.for_texts(num_tokens, memory_bytes())
         if not self.is_drafting_rank:
             return
-        self.proposer = make_proposer(self.options)
+        num_tokens = vllm_config.scheduler_config.max_num_seqs * self.max_model_len
+        self.proposer = make_proposer(self.options, num_tokens)
         self.proposer.cost = cost
         self._cost_file = cost_file
         self._cache = open_cache(vllm_config, self.options, self.proposer)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 from lookahead_vllm.draft.fleet.exchange import TIMEOUT_SECONDS, Exchange
 from lookahead_vllm.draft.fleet.pieces import FORMAT
 from lookahead_vllm.draft.fleet.replica import Replica
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.trie.proposer import SUFFIXES, NGramTrieProposer
 from lookahead_vllm.engine.worker.cache import fingerprint_of
+from lookahead_vllm.options.server import LookaheadOptions
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -24,6 +24,9 @@ PREFIX = "lookahead"
 
 USERNAME, PASSWORD = "LOOKAHEAD_VLLM_SHARE_USERNAME", "LOOKAHEAD_VLLM_SHARE_PASSWORD"
 """Environment variables, so that neither has to be written into `share_with`, which vLLM logs."""
+
+MAX_MESSAGES = 4_000
+"""That the server keeps of a namespace, about."""
 
 TOKENS_PER_NGRAM = 1 / 8
 """Of the shared n-grams in a full trie."""
@@ -42,7 +45,7 @@ def join_fleet(
         Replica(trie),
         lambda: connect(url),
         f"{PREFIX}:{fingerprint_of_engine(model_config, options.share)}",
-        options.share_messages,
+        MAX_MESSAGES,
         model_config.get_vocab_size(),
         int(options.max_nodes * TOKENS_PER_NGRAM),
     )

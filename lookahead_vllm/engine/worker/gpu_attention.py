@@ -32,7 +32,6 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine.worker import latent_attention
 from lookahead_vllm.engine.worker.attended import (
     AttendedTrees,
@@ -41,6 +40,7 @@ from lookahead_vllm.engine.worker.attended import (
     without_contexts,
 )
 from lookahead_vllm.engine.worker.attention import TreeAttention, dtype_obstacle
+from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify.attention import Impl, PagedCall, paged_attention
 from lookahead_vllm.verify.layout.paged_batch import PagedBatch
 from lookahead_vllm.verify.moves.triton import PagedKVMover

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,9 +31,9 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.worker.draft_step import DraftStep
+from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.recurrence.cpu import supported
 
@@ -189,6 +189,15 @@ def set_parents(metadata: Mapping[str, Any], parents: torch.Tensor) -> None:
             setattr(layer_metadata, PARENTS, parents)
 
 
+class StatePlaces(NamedTuple):
+    """Where the states of r requests are; see `StateMover.commit`."""
+
+    columns: torch.Tensor
+    """int32 [r, 1 + K]"""
+    stops: torch.Tensor
+    """int32 [r]"""
+
+
 class RequestStates:
     """Commits accepted paths in the recurrent layers of one KV cache group.
 
@@ -210,22 +219,18 @@ class RequestStates:
         width = windows[0].shape[2] - layers[0].num_spec + 1
         self._mover = StateMover(states, windows, width)
 
-    def commit(
-        self,
-        table: torch.Tensor,
-        batch: InputBatch,
-        requests: slice,
-        path: Walk,
-        ends: torch.Tensor,
-    ) -> None:
-        """Move the states of a batch's `requests`; `ends` are those of the walk."""
+    def places(self, table: torch.Tensor, batch: InputBatch, requests: slice) -> StatePlaces:
+        """Where the states of a batch's `requests` are; may be a view of its block `table`."""
         spec, lengths = self._spec, batch.seq_lens[requests]
         columns = mamba_get_block_table_tensor(
             table[requests], lengths, spec, spec.mamba_cache_mode
         )
         before = lengths - batch.query_start_loc.diff()[requests]
-        stops = spec.block_size - before % spec.block_size
-        self._mover.commit(columns, path.places(ends), path.num_sampled, stops)
+        return StatePlaces(columns, spec.block_size - before % spec.block_size)
+
+    def commit(self, places: StatePlaces, path: Walk, ends: torch.Tensor) -> None:
+        """Move the states of the requests of a walk; `ends` are those of the walk."""
+        self._mover.commit(places.columns, path.places(ends), path.num_sampled, places.stops)
 
 
 def _window(cache: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,11 @@ from lookahead_vllm.draft.fleet.pieces import (
     unpack,
 )
 from lookahead_vllm.draft.fleet.replica import Replica
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import read
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES
 from lookahead_vllm.draft.trie.table import TIME_SHIFT, USE, Trie, spaces_of
+from lookahead_vllm.options.server import LookaheadOptions
 
 VOCAB = 500
 PIECES = Pieces(np.ones((2, NUM_HASHES), np.uint64), np.array([2, 1]), np.arange(3, dtype="i4"))

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.acceptance_rate import (
     _sigmoid,
 )
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.options.server import LookaheadOptions
 
 
 def answer_in_part(proposer, share, rounds=400):

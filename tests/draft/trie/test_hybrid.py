@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
@@ -15,6 +14,7 @@ from lookahead_vllm.draft.trie import hybrid
 from lookahead_vllm.draft.trie.candidates import CHOICES
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
+from lookahead_vllm.options.server import LookaheadOptions
 
 OPTIONS = LookaheadOptions(proposer="hybrid", max_nodes=8192)
 LIMITS = [DraftLimits("a", 64, 32)]

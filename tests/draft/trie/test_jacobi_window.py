@@ -7,12 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.sources import RECYCLED, WINDOW
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.draft.trie.jacobi_window import JacobiWindowProposer
+from lookahead_vllm.draft.window.branch import LookaheadBranch
+from lookahead_vllm.options.server import LookaheadOptions
+from lookahead_vllm.options.window import WindowShape
 
 Model = Callable[[list[int]], int]
 """The next token of a text."""
@@ -95,15 +97,16 @@ def step(
 
 
 def make(window_size: int, ngram_size: int) -> JacobiWindowProposer:
-    return JacobiWindowProposer(
+    proposer = JacobiWindowProposer(
         LookaheadOptions(
             proposer="jacobi_window",
             window_size=window_size,
-            ngram_size=ngram_size,
             num_speculative_tokens=128,
             budget=128,
         )
     )
+    proposer.branch = LookaheadBranch(WindowShape(window_size, ngram_size))
+    return proposer
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (7, 2), (1, 5), (4, 3)])

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie import namespaces as module
 from lookahead_vllm.draft.trie.namespaces import Namespaces
@@ -13,6 +12,7 @@ from lookahead_vllm.draft.trie.table import (
     Trie,
     count_by_space,
 )
+from lookahead_vllm.options.server import LookaheadOptions
 
 
 @pytest.fixture(autouse=True)

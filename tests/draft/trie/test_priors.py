@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import HITS, NUM_RATES, TRIALS, AcceptanceRate
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.options.server import LookaheadOptions
 
 
 def test_the_packages_priors_are_a_proposers_first_rates():

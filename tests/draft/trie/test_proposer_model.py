@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.reference_trie import ProposerModel
 
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
@@ -19,6 +18,7 @@ from lookahead_vllm.draft.trie.recycling import (
     recycle,
 )
 from lookahead_vllm.draft.trie.suffix import hashes_of
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.reference_trie import count_edges
 
 
@@ -123,7 +123,7 @@ def step(proposer, request_id, choose, max_nodes=32):
 
 def test_the_hybrid_tree_has_nodes_of_all_sources():
     options = LookaheadOptions(
-        proposer="hybrid", window_size=4, ngram_size=3, num_speculative_tokens=32, budget=32
+        proposer="hybrid", window_size=4, num_speculative_tokens=32, budget=32
     )
     proposer = HybridProposer(options)
     proposer.start("r", [1, 2, 3], proposer="jacobi_window")

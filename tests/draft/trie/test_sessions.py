@@ -9,7 +9,6 @@ from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.insertion import CHUNK_TOKENS, InsertionQueue
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import read
 from lookahead_vllm.draft.trie import sessions as module
 from lookahead_vllm.draft.trie import table
@@ -22,6 +21,7 @@ from lookahead_vllm.draft.trie.table import (
     SLOTS_PER_TOKEN,
     Trie,
 )
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.draft.trie.test_proposer_model import draft, seen_in
 from tests.support.kernels import compiled, compiled_since, reset_kernels
 from tests.support.reference_trie import SUFFIXES, TrieModel, count_edges, found_after

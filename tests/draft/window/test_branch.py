@@ -6,13 +6,13 @@ import pytest
 from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost, StepWork
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.proposer import NO_LOAD, Verified
 from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.jacobi_window import JacobiWindowProposer
 from lookahead_vllm.draft.window.branch import NO_WINDOW, LookaheadBranch
+from lookahead_vllm.options.server import LookaheadOptions
 
 OPTIONS = LookaheadOptions(proposer="jacobi_window", window_size=7)
 LOW_COST = StepCost(CostCurve([1, 256], [20.0, 22.0]))
@@ -21,7 +21,7 @@ PROMPT = np.arange(5, 30, dtype=np.int32)
 
 
 def branch_of(ids, options=OPTIONS):
-    branch = LookaheadBranch(options)
+    branch = LookaheadBranch(options.window)
     for request_id in ids:
         branch.start(request_id, PROMPT)
     return branch

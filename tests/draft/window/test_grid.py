@@ -10,7 +10,7 @@ from lookahead_vllm.draft.window.grid import (
     ROOT,
     Windows,
 )
-from lookahead_vllm.draft.window.shape import WindowShape, paper_window_size
+from lookahead_vllm.options.window import WindowShape, paper_window_size
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 
 FIGURE_2B = """

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from lookahead_vllm.engine.front_end import stat_logger
-from lookahead_vllm.engine.request_options import with_prediction
+from lookahead_vllm.options.request import PREDICTION
 from tests.support.driving import drafter_of, engine
 from tests.support.proposers import record
 
@@ -119,7 +119,7 @@ def test_the_next_turn_finds_all_blocks_of_an_answer(llama: Path) -> None:
 def test_drafts_are_counted_by_request(llama: Path, level: str) -> None:
     """Of requests with a prediction always, of all with --per-request-spec-decode-metrics."""
     params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True) for _ in PROMPTS]
-    params[1].extra_args = with_prediction(None, {"type": "content", "content": "a prediction"})
+    params[1].extra_args = {PREDICTION: {"type": "content", "content": "a prediction"}}
     settings = dict(skip_tokenizer_init=False, per_request_spec_decode_metrics=level)
     with engine(llama, {"budget": 16}, **settings) as llm:
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]

@@ -17,14 +17,15 @@ from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.front_end import requests
 from lookahead_vllm.engine.front_end.requests import with_early_check
-from lookahead_vllm.engine.request_options import RequestError, parse_options
+from lookahead_vllm.options import request as request_options
+from lookahead_vllm.options.request import parse_options
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.support.models import save_adapter, save_tiny_model
 from tests.support.proposers import Recorder
@@ -101,13 +102,13 @@ def test_the_server_decides_which_requests_share(
         assert ask(llm, {"lookahead_namespace": "n"}, salt="s") == [(namespace, [])]
         # This engine has no tokenizer.
         assert ask(llm, {"lookahead_reference": [7, 8]}) == [(namespace, [[7, 8]])]
-        with pytest.raises(RequestError, match=r"no tokenizer .* write its token ids"):
+        with pytest.raises(VLLMValidationError, match=r"no tokenizer .* write its token ids"):
             ask(llm, {"lookahead_reference": "w7 w8"})
         # A bad request among good ones.
         core = llm.llm_engine
         prompt = TokensPrompt(prompt_token_ids=[5, 6])
         core.add_request("good", prompt, GREEDY)
-        with pytest.raises(RequestError, match="did you mean lookahead_enabled"):
+        with pytest.raises(VLLMValidationError, match="did you mean 'lookahead_enabled'"):
             bad = SamplingParams(extra_args={"lookahead_enable": 1})
             core.add_request("bad", prompt, bad)
         outputs = []
@@ -185,7 +186,7 @@ async def first_output(client: Client, params: SamplingParams) -> int:
 def test_a_stream_is_refused_before_it_starts() -> None:
     """AsyncLLM.generate checks when it is called, and tokenizes before vLLM sees the request."""
     client = Client()
-    with pytest.raises(RequestError):
+    with pytest.raises(VLLMValidationError):
         client.generate("hello", SamplingParams(extra_args={"lookahead_x": 1}), request_id="r")
     assert not client.calls
 
@@ -214,7 +215,7 @@ def test_a_text_is_measured_by_its_bytes_not_its_tokens(monkeypatch: pytest.Monk
     assert len(options.references[0]) == 4 * 100_000
     assert parse_options(client.calls[0][1], 128, LookaheadOptions()) is options
     monkeypatch.setattr(request_options, "MAX_REFERENCE_TOKENS", 74_999)
-    with pytest.raises(RequestError, match="75000 tokens or more"):
+    with pytest.raises(VLLMValidationError, match="75000 tokens"):
         Client().generate("hello", params, request_id="r")
 
 
@@ -249,3 +250,9 @@ def test_every_endpoint_refuses_an_option_that_it_would_ignore(
     assert "'lookahead_enabled' was given at the top" in wrong.json()["error"]["message"]
     right = endpoints.post(endpoint, json=body)
     assert "has no attribute" in right.text  # the engine's
+
+
+def test_endpoints_still_refuse_what_is_no_json(endpoints: TestClient) -> None:
+    for kind, says in (("application/json", "JSON decode error"), ("text/plain", "Unsupported")):
+        refused = endpoints.post("/invocations", content=b"{", headers={"content-type": kind})
+        assert refused.status_code == 400 and says in refused.text

@@ -12,14 +12,15 @@ import pytest
 from vllm import SamplingParams
 
 from benchmarks.engines.target_guided import follow
-from lookahead_vllm.engine import plugin, request_options
+from lookahead_vllm.engine import plugin
 from lookahead_vllm.engine.front_end.tool_results import (
     new_results,
     spelled,
     writes_raw_arguments,
 )
-from lookahead_vllm.engine.request_options import (
-    RequestError,
+from lookahead_vllm.options import request as request_options
+from lookahead_vllm.options.allowed import OptionError
+from lookahead_vllm.options.request import (
     RequestOptions,
     parse_options,
     with_options,
@@ -190,7 +191,7 @@ def test_a_call_is_drafted_from_them(llama: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_client_cannot_write_them() -> None:
     """JSON has no tuples; the message is that of an option that does not exist."""
     for value in (["a"], "a", None):
-        with pytest.raises(RequestError, match="'lookahead_tool_results' was given, but the opt"):
+        with pytest.raises(OptionError, match="'lookahead_tool_results' was given, but the opt"):
             parse_options({"lookahead_tool_results": value}, 128)
     options = parse_options({"lookahead_tool_results": ("a",)}, 128)
     assert options == RequestOptions(spellings=("a",))

@@ -19,7 +19,6 @@ from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import dp_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine.model_runner import graph_runner, runner
 from lookahead_vllm.engine.model_runner.draft_graphs import DraftGraphManager, sizes_with_drafts
 from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
@@ -27,6 +26,7 @@ from lookahead_vllm.engine.model_runner.step import Step as RunnerStep
 from lookahead_vllm.engine.worker import branching
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support import recorded_graphs
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

@@ -13,13 +13,13 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.model_runner import grammar_copies
 from lookahead_vllm.engine.model_runner.grammar_copies import GrammarCopies
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
 from lookahead_vllm.engine.model_runner.step import Step
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.proposers import TestProposer
 
 

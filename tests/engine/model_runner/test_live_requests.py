@@ -11,9 +11,9 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.engine import request_options
 from lookahead_vllm.engine.model_runner.live_requests import LiveRequests
+from lookahead_vllm.options import request as request_options
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.proposers import Recorder
 
 

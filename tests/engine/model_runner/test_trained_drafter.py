@@ -25,9 +25,19 @@ from tests.support.drafters import (
     record_unknown_chains,
     save_drafter,
 )
-from tests.support.driving import drafter_of, engine, generate_staggered, random_prompts, runner_of
+from tests.support.driving import (
+    converse,
+    drafter_of,
+    engine,
+    generate_staggered,
+    random_prompts,
+    runner_of,
+)
+from tests.support.hybrid_models import CACHING, settings_of, use_float32_gated_delta
 from tests.support.models import WANDERING, save_config
 from tests.support.proposers import record
+
+use_float32_gated_delta()
 
 PROMPTS = random_prompts(16, 24)
 PARAMS = [
@@ -56,6 +66,32 @@ def test_outputs_are_plain_vllms(method: str, tmp_path: Path) -> None:
         runner_of(llm)._dummy_run(4)  # on a GPU, vLLM measures memory so
         assert generate_staggered(llm, PROMPTS, PARAMS) == expected
         assert drafter_of(llm).counters.moved_tokens > 20
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "others"),
+    [
+        ("draft_model", "falcon_h1", CACHING),
+        ("draft_model", "qwen3_next", {}),
+        ("mtp", "qwen3_next_mtp", CACHING),
+    ],
+)
+def test_hybrids_with_a_drafter(
+    method: str, name: str, others: dict[str, Any], tmp_path: Path
+) -> None:
+    """With prefix caching, where vLLM lets the last cached block go before an MTP layer."""
+    target, drafter = save_config(name, tmp_path, CONFIGS), save_drafter(method, tmp_path)
+    settings = others | settings_of(name) | {"max_model_len": 512}
+    with engine(target, **settings) as llm:
+        expected, turns = generate_staggered(llm, PROMPTS, PARAMS), converse(llm)
+    options = dict(budget=6, num_speculative_tokens=6, proposer="hidden_path", drafter=drafter)
+    with engine(target, options, **settings) as llm:
+        record(PROMPTS, expected)
+        for turn in turns:
+            record(turn.prompts, turn.answers)
+        assert generate_staggered(llm, PROMPTS, PARAMS) == expected
+        assert [turn.answers for turn in converse(llm)] == [turn.answers for turn in turns]
+        assert drafter_of(llm).counters.moved_tokens > 100
 
 
 ALONE = {"lookahead_enabled": False}

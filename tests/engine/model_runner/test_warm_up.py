@@ -13,7 +13,6 @@ import torch
 from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.engine.model_runner import gpu_worker
 from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
 from lookahead_vllm.engine.model_runner.late_shape import LateShape
@@ -22,6 +21,7 @@ from lookahead_vllm.engine.model_runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.worker import gpu_attention, latent_attention
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.recurrent import RequestStates
+from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.verify.devices import ON_CPUS, ON_GPUS
 from lookahead_vllm.verify.place import Split, placer
 from tests.engine.model_runner import test_node_history

@@ -11,7 +11,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from lookahead_vllm.draft.cache import file as cache_file
-from lookahead_vllm.draft.options import LookaheadOptions
 from lookahead_vllm.draft.stepping import read
 from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.table import PRUNED
@@ -19,6 +18,7 @@ from lookahead_vllm.engine.worker import drafter as drafter_module
 from lookahead_vllm.engine.worker.cache import fingerprint_of, open_cache
 from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 from lookahead_vllm.engine.worker.step_recorder import StepRecorder
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.driving import (
     drafter_of,
     engine,
@@ -40,8 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve_once(model: Path, cache: Path) -> tuple[int, list[list[list[int]]]]:
     """How many drafted nodes were accepted in the life of an engine, and its answers."""
     settings = {
-        **{"proposer": "hybrid", "budget": 8, "max_nodes": 50_000},
-        **{"cache_path": str(cache), "cache_interval": 0},
+        **{"proposer": "hybrid", "budget": 8, "max_nodes": 50_000, "cache_path": str(cache)},
     }
     with engine(model, settings) as llm:
         answers = generate(llm, PROMPTS)

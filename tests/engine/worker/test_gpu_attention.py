@@ -17,12 +17,12 @@ from vllm.config import ParallelConfig
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention, QueryLenSupport
 from vllm.v1.attention.backend import AttentionType
 
-from lookahead_vllm.draft.options import OptionError
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.worker import branching, cpu_attention, gpu_attention
 from lookahead_vllm.engine.worker import latent_attention as worker_latent_attention
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.branching import branching_obstacle
+from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify import latent as latent_attention
 from lookahead_vllm.verify.attention import PagedCall, paged_attention
 from lookahead_vllm.verify.latent import LatentCall

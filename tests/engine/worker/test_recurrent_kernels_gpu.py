@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import ParallelConfig
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from lookahead_vllm.engine.worker import recurrent_kernels, recurrent_kernels_gpu
+from lookahead_vllm.engine.worker.branching import branching_obstacle
+from lookahead_vllm.engine.worker.gpu_attention import GPUTreeAttention
 from lookahead_vllm.engine.worker.recurrent import PARENTS
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.recurrence import StateRows
@@ -94,3 +100,32 @@ def test_its_convolution_reads_the_inputs_of_a_rows_path(context: SimpleNamespac
     assert torch.equal(window, expected_window)
     delattr(context.attn_metadata["delta"], PARENTS)  # a step without branching trees
     assert update(x, window, weight, bias, "silu", **call) == "vLLM's"  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_random", "says"),
+    [
+        (MambaMixer2, False, None),
+        (MambaMixer2, True, "rounds recurrent states at random"),
+        (KimiGatedDeltaNetAttention, False, "no recurrent state in layers of KimiGatedDeltaNet"),
+    ],
+)
+def test_layers_whose_drafts_are_chains(
+    kind: type[MambaBase], is_random: bool, says: str | None
+) -> None:
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            uses_mrope=False,
+            multimodal_config=None,
+            hf_text_config=SimpleNamespace(),
+            is_encoder_decoder=False,
+        ),
+        kv_transfer_config=None,
+        aux_output_config=SimpleNamespace(enabled=False),
+        parallel_config=ParallelConfig(),
+        mamba_config=SimpleNamespace(enable_stochastic_rounding=is_random),
+        compilation_config=SimpleNamespace(static_forward_context={"one": kind.__new__(kind)}),
+    )
+    groups = [SimpleNamespace(layer_names=["one"])]
+    obstacle = branching_obstacle(config, groups, GPUTreeAttention())
+    assert obstacle is says is None or str(says) in str(obstacle)

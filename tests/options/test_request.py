@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm import SamplingParams
 
-from lookahead_vllm.draft.options import LookaheadOptions
-from lookahead_vllm.engine.request_options import (
-    RequestError,
+from lookahead_vllm.options.allowed import OptionError
+from lookahead_vllm.options.request import (
+    PREDICTION,
     RequestOptions,
     check_places,
     fields_for_worker,
@@ -21,9 +21,9 @@ from lookahead_vllm.engine.request_options import (
     parse_options,
     shared_namespace,
     with_options,
-    with_prediction,
     without_references,
 )
+from lookahead_vllm.options.server import LookaheadOptions
 
 VOCAB = 128
 
@@ -64,21 +64,24 @@ def test_every_way_to_write_an_option_is_read(
 @pytest.mark.parametrize(
     ("extra_args", "parts"),
     [
-        ({"lookahead_refrence": "x"}, ["'lookahead_refrence' was", "mean lookahead_reference?"]),
-        ({"lookahed_enabled": 0}, ["'lookahed_enabled' was", "did you mean lookahead_enabled?"]),
-        ({"lokahead-namespace": 0}, ["namespace' was", "did you mean lookahead_namespace?"]),
-        ({"lookahead": {"lookahead_enabled": 0}}, ["did you mean enabled?"]),
-        ({" LOOKAHEAD-ENABLED ": 1}, ["did you mean lookahead_enabled?"]),
-        ({"lookahead": {"Enabled": 1}}, ["'Enabled' in lookahead was", "did you mean enabled?"]),
+        ({"lookahead_refrence": "x"}, ["'lookahead_refrence' was", "mean 'lookahead_reference'?"]),
+        ({"lookahed_enabled": 0}, ["'lookahed_enabled' was", "did you mean 'lookahead_enabled'?"]),
+        ({"lokahead-namespace": 0}, ["namespace' was", "did you mean 'lookahead_namespace'?"]),
+        ({"lookahead": {"lookahead_enabled": 0}}, ["did you mean 'enabled'?"]),
+        ({" LOOKAHEAD-ENABLED ": 1}, ["did you mean 'lookahead_enabled'?"]),
+        (
+            {"lookahead": {"Enabled": 1}},
+            ["'Enabled' was given, but in lookahead, the options", "did you mean 'enabled'?"],
+        ),
         (
             {"lookahead": {"references": "x"}},
-            ["'references' in lookahead was", "did you mean reference?"],
+            ["'references' was", "did you mean 'reference'?"],
         ),
         (
             {"lookahead": {"depth": 3}},
-            ["'depth' in lookahead was", "reference, namespace, enabled", "out"],
+            ["'depth' was", "reference, namespace, enabled", "out"],
         ),
-        ({"lookahead_propose": "hybrid"}, ["did you mean lookahead_proposer?"]),
+        ({"lookahead_propose": "hybrid"}, ["did you mean 'lookahead_proposer'?"]),
         ({"lookahead_proposer": "hybrid"}, ["proposer is 'auto'", '"proposer": "hybrid"']),
         ({"lookahead": [1]}, ["=[1] was", "a dict"]),
         ({"lookahead": "off"}, ["lookahead='off' was", "a dict", '{"lookahead_enabled": false}']),
@@ -97,7 +100,7 @@ def test_every_way_to_write_an_option_is_read(
         ({"lookahead_reference": ["a"] * 65}, ["65 texts of 65 tokens", "allows 64 texts"]),
         ({"lookahead_reference": "a" * 65_537}, ["16385 tokens", "64 texts of 16384 tokens"]),
         ({"lookahead_reference": "漢" * 21_846}, ["16385 tokens", "64 texts of 16384 tokens"]),
-        ({"lookahead_reference": "a" * 10**8}, ["1 texts of 25000000 tokens or more"]),
+        ({"lookahead_reference": "a" * 10**8}, ["1 texts of 25000000 tokens"]),
         ({"lookahead_reference": [[7] * 16_384, [7]]}, ["16385 tokens", "of 16384 tokens in all"]),
         ({"lookahead_reference": ["a", "\ud800"]}, ["half of a surrogate pair", "in UTF-8"]),
         ({"lookahead_a\nTraceback:": 1}, ["'lookahead_a\\nTraceback:' was given"]),
@@ -109,7 +112,7 @@ def test_every_way_to_write_an_option_is_read(
     ],
 )
 def test_a_wrong_request_says_what_to_write(extra_args: dict[str, Any], parts: list[str]) -> None:
-    with pytest.raises(RequestError) as error:
+    with pytest.raises(OptionError) as error:
         parse_options(extra_args, VOCAB)
     for part in parts:
         assert part in str(error.value)
@@ -137,7 +140,7 @@ def test_an_option_where_vllm_ignores_it_is_refused(
     body: dict[str, Any], written: str, read: str
 ) -> None:
     says = f"was given {written} of the request, but lookahead's options are read only in {read};"
-    with pytest.raises(RequestError, match=says):
+    with pytest.raises(OptionError, match=says):
         check_places(body)
 
 
@@ -167,7 +170,7 @@ def test_a_request_chooses_its_proposer() -> None:
 
 
 def test_a_wrong_proposer_says_what_to_write() -> None:
-    with pytest.raises(RequestError, match=r"='jacobi' was .*; write \"jacobi_window\""):
+    with pytest.raises(OptionError, match=r"='jacobi' was .*; write \"jacobi_window\""):
         parse_options({"lookahead_proposer": "jacobi"}, VOCAB, HYBRID)
 
 
@@ -227,7 +230,7 @@ def test_logits_processors_see_the_other_arguments(
     """Where there are none, they see None, as vLLM's server gives them."""
     written = extra_args
     if prediction is not None:
-        written = with_prediction(written, prediction)
+        written = {**(written or {}), PREDICTION: prediction}
     if checked_early:
         written = with_options(written, parse_options(written, VOCAB))
     parse_options(written, VOCAB)  # raises nothing
@@ -236,13 +239,13 @@ def test_logits_processors_see_the_other_arguments(
 
 
 def test_only_the_worker_keeps_references() -> None:
-    sender = SamplingParams(
+    sender = SimpleNamespace(
         extra_args=fields_for_worker({"other": 1}, RequestOptions((ids(5, 6),), "n"))
     )
     kept = without_references(sender)
-    assert options_in_worker(kept.extra_args) == (RequestOptions([], "n"), {"other": 1})
+    assert options_in_worker(kept.extra_args) == (RequestOptions((), "n"), {"other": 1})
     assert len(options_in_worker(sender.extra_args)[0].references) == 1
-    plain = SamplingParams(extra_args={"other": 1})
+    plain = SimpleNamespace(extra_args={"other": 1})
     assert without_references(plain) is plain
 
 
@@ -288,11 +291,11 @@ def test_share_overrides_the_triple() -> None:
 )
 def test_a_prediction_is_a_reference(content: Any) -> None:
     extra_args = {"another_plugin": 3}
-    predicted = with_prediction(extra_args, {"type": "content", "content": content})
+    predicted = {**extra_args, PREDICTION: {"type": "content", "content": content}}
     assert parse_options(predicted, VOCAB) == RequestOptions(("a b",), is_predicted=True)
     assert extra_args == {"another_plugin": 3}
     sent_args = fields_for_worker(predicted, RequestOptions())
-    assert options_in_worker(sent_args) == (RequestOptions([]), extra_args)
+    assert options_in_worker(sent_args) == (RequestOptions(), extra_args)
 
 
 WRONG_PREDICTIONS: list[Any] = [
@@ -306,10 +309,10 @@ WRONG_PREDICTIONS: list[Any] = [
 
 @pytest.mark.parametrize("prediction", WRONG_PREDICTIONS)
 def test_a_wrong_prediction_is_refused_unless_all_options_are_ignored(prediction: Any) -> None:
-    with pytest.raises(RequestError, match=r"it must hold a text; write {\"type\": \"content\""):
-        parse_options(with_prediction(None, prediction), VOCAB)
+    with pytest.raises(OptionError, match=r"it must hold a text; write {\"type\": \"content\""):
+        parse_options({PREDICTION: prediction}, VOCAB)
     server = LookaheadOptions(client_options="none")
-    extra_args = with_prediction({"lookahead_reference": "a"}, prediction)
+    extra_args = {"lookahead_reference": "a", PREDICTION: prediction}
     assert parse_options(extra_args, VOCAB, server) == RequestOptions()
 
 
@@ -317,5 +320,5 @@ def test_a_prediction_and_a_reference_exclude_each_other() -> None:
     prediction = {"type": "content", "content": "b"}
     for written in ({"lookahead_reference": "a"}, {"lookahead": {"reference": "a"}}):
         ((name, _),) = written.items()
-        with pytest.raises(RequestError, match=f"{name}.* and prediction were both given"):
-            parse_options(with_prediction(written, prediction), VOCAB)
+        with pytest.raises(OptionError, match=f"{name}.* and prediction were both given"):
+            parse_options({**(written or {}), PREDICTION: prediction}, VOCAB)

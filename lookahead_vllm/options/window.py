@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_WINDOW_SIZE = 128
-MAX_NGRAM_SIZE = 16
 
-PAPER_NGRAM_SIZE = 5
+NGRAM_SIZE = 5
+"""The paper's N."""
 # The largest number of parameters, and W up to there.
 _PAPER_WINDOW_SIZES = ((10e9, 15), (20e9, 10), (float("inf"), 7))
 
@@ -20,8 +20,8 @@ class WindowShape(NamedTuple):
 
     window_size: int
     """W; 0 means no window."""
-    ngram_size: int
-    """N, at least 2."""
+    ngram_size: int = NGRAM_SIZE
+    """N, at least 2; 2 is Jacobi decoding."""
 
     @property
     def nodes(self) -> int:
