@@ -345,7 +345,7 @@ def test_replicas_follow_an_address_to_another_server(
     address.unlink()
     address.symlink_to(new.path)
     second = Engine(f"unix://{address}")
-    assert teaches(first, second, seconds=5.0)
+    assert teaches(first, second, seconds=30.0)
     first.exchange.close()
     second.exchange.close()
 
@@ -377,6 +377,6 @@ def test_positions_of_another_clock_are_forgotten(
     if event == "restored":
         for key, content in snapshot.items():
             server.client().restore(key, 0, content)
-    assert teaches(first, second, seconds=5.0)
+    assert teaches(first, second, seconds=30.0)
     assert wait(lambda: not second.exchange._complaint)
     assert second.exchange.traffic.lag_seconds == pytest.approx(0, abs=5)
