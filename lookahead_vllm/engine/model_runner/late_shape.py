@@ -24,7 +24,7 @@ from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.model_runner.step import State, Step
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.verify.layout.node_layout import NodeLayout, width_of
-from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows, placer
+from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -101,7 +101,7 @@ class LateShape:
             tuple(table.gpu for table in tables.block_tables),
             tuple(tables.block_sizes),
         )
-        self._placer: Placer = placer(table, self._rows)
+        self._placer = Placer(table, self._rows)
         most_requests = len(self._rows.lengths)
         size = Split.size(most_requests, len(self._rows.ids))
         memory = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer

@@ -24,7 +24,7 @@ from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.recurrent import RequestStates
 from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.verify.devices import ON_CPUS, ON_GPUS
-from lookahead_vllm.verify.place import Split, placer
+from lookahead_vllm.verify.place import Placer, Split
 from tests.engine.model_runner import test_node_history
 from tests.engine.worker import test_gpu_wiring
 from tests.support.attention_cases import PagedAttentionCase, random_tree
@@ -133,7 +133,7 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
     runner.rejection_sampler = SimpleNamespace(history=NodeHistory(sampler))
     shape = runner._shape = object.__new__(LateShape)
     table, shape._rows = test_place.random_case(0).table, test_place.stale_rows(1)
-    shape._placer, shape.split = placer(table, shape._rows), Split(np.zeros(99, np.int32), 7)
+    shape._placer, shape.split = Placer(table, shape._rows), Split(np.zeros(99, np.int32), 7)
     shape._memory = SimpleNamespace(uva=lambda: torch.from_numpy(shape.split.packed))
     runner.compile_kernels()
     assert {name for name, own in launches.items() if not own.calls} == BY_STEPS
