@@ -328,14 +328,8 @@ def _attend_own_rows(
         key_depth = tl.load(depths + first + column, mask=is_key & is_masked, other=0)
         key_position = context + tl.where(is_masked, key_depth, column)
         scores = _scores(q, k, scoring, key_position, position)
-        word = at // 32 + tl.arange(0, BLOCK_N // 32)
-        words = tl.load(
-            masks + (first + node[:, None]).to(tl.int64) * mask_row + word[None, :],
-            mask=(is_row & has_mask)[:, None] & (word * 32 < end)[None, :],
-            other=0,
-        )
-        bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-        ancestors = tl.reshape(bits, [BLOCK_M, BLOCK_N]) != 0
+        own_masks = masks + (first + node[:, None]).to(tl.int64) * mask_row
+        ancestors = ancestors_of(own_masks, is_row & has_mask, at, end, BLOCK_M, BLOCK_N)
         before = column[None, :] <= node[:, None]
         attends = tl.where(is_masked[None, :], ancestors, before)
         attends = attends & is_row[:, None] & is_key[None, :]
@@ -385,6 +379,20 @@ def _scores(q, k, scoring, key_position, position):
             scores += slope[:, None] * (key_position[None, :] - position[:, None]).to(tl.float32)
         scores *= _LOG2E
     return scores
+
+
+@triton.jit
+def ancestors_of(masks, is_row, at, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which of the BLOCK_N rows of a tree from `at` on, up to `end`, have their bits in `masks`.
+
+    `masks` are pointers [BLOCK_M, 1] to the first words.
+    """
+    word = at // 32 + tl.arange(0, BLOCK_N // 32)
+    words = tl.load(
+        masks + word[None, :], mask=is_row[:, None] & (word * 32 < end)[None, :], other=0
+    )
+    bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+    return tl.reshape(bits, [BLOCK_M, BLOCK_N]) != 0
 
 
 @triton.jit

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.tree import DraftForest, find_branching
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.verify.layout.paged_batch import CAUSAL, PagedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from lookahead_vllm.verify.transfer import staged
@@ -120,12 +121,13 @@ class FixedBatch:
         ValueError
             They do not fit.
         """
-        columns, depths, masks = _NOTHING
+        none = np.empty(0, np.int64)
+        forest, requests, roots, contexts = DraftForest.of([]), none, none, none
         if trees is not None:
-            fields = (trees.requests, trees.starts, trees.sizes, trees.contexts)
-            columns = np.stack([field.numpy() for field in fields])
-            depths, masks = trees.depths.numpy(), trees.masks.numpy()
-        self._note(_write(self._host.numpy(), self._room, starts, columns, depths, masks))
+            forest, columns = trees.forest, (trees.requests, trees.starts, trees.contexts)
+            requests, roots, contexts = (column.long().numpy() for column in columns)
+        chosen = np.ones(len(requests), np.bool_)
+        self._write(forest, chosen, requests, starts, roots, contexts)
         self.upload()
 
     def write(
@@ -142,9 +144,15 @@ class FixedBatch:
         starts : int32 [r + 1]
             The first row of each request, then the number of rows.
         """
-        packed = self._host.numpy()
+        roots = starts[requests].astype(np.int64)
+        self._write(forest, forest.branching, requests, starts, roots, contexts)
+
+    def _write(self, forest: DraftForest, *columns: NDArray[Any]) -> None:
         nodes = forest.parents, forest.depths, forest.firsts
-        self._note(_write_forest(packed, self._room, *nodes, requests, starts, contexts))
+        num_trees = _write(self._host.numpy(), self._room, *nodes, *columns)
+        if num_trees < 0:
+            raise ValueError(f"the trees of a step do not fit into buffers for {self._room}")
+        self.num_trees = num_trees
 
     def upload(self) -> None:
         """Copy what was written on the host, asynchronously."""
@@ -155,80 +163,42 @@ class FixedBatch:
         """Whether the batch has all requests."""
         return self._room.holds_all
 
-    def _note(self, num_trees: int) -> None:
-        if num_trees < 0:
-            raise ValueError(f"the trees of a step do not fit into buffers for {self._room}")
-        self.num_trees = num_trees
-
-
-_NOTHING: tuple[Int32s, ...] = tuple(np.empty(shape, np.int32) for shape in ((4, 0), 0, (0, 1)))
-
 
 @kernel
 def _write(
-    packed: Int32s, room: _Room, starts: Int32s, columns: Int32s, depths: Int32s, masks: Int32s
-) -> int:
-    """Lay out t trees of n rows; returns t, or -1 if they do not fit.
-
-    Parameters
-    ----------
-    packed : int32 [5 * entries + (2 + words) * num_tokens]
-    starts : int32 [r + 1]
-        The first row of each request, then the number of rows; read if `holds_all`.
-    columns : int32 [4, t]
-        Requests, starts, sizes and contexts.
-    depths : int32 [n]
-    masks : int32 [n, at most words]
-    """
-    entries, num_tokens, words, max_size, max_context, holds_all = room
-    num_trees = columns.shape[1]
-    if num_trees > entries or len(depths) > num_tokens:
-        return -1
-    if not _begin(packed, room, starts):
-        return -1
-    row_depths = packed[5 * entries :]
-    row_masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
-    row = 0
-    for tree in range(num_trees):
-        if columns[2, tree] > max_size or columns[3, tree] > max_context:
-            return -1
-        entry = columns[0, tree] if holds_all else tree
-        for column in range(4):
-            packed[column * entries + entry] = columns[column, tree]
-        packed[4 * entries + entry] = row
-        for place in range(columns[2, tree]):
-            row_depths[row] = depths[row]
-            tokens[row] = columns[1, tree] + place
-            for word in range(masks.shape[1]):
-                row_masks[row * words + word] = masks[row, word]
-            row += 1
-    return num_trees
-
-
-@kernel
-def _write_forest(
     packed: Int32s,
     room: _Room,
     parents: Int32s,
     depths: Int32s,
     firsts: Int64s,
+    chosen: NDArray[np.bool_],
     requests: Int64s,
     starts: Int32s,
+    roots: Int64s,
     contexts: Int64s,
 ) -> int:
-    """As `_write`, for the branching trees of a forest."""
+    """Lay out the chosen ones of t trees; returns their number, or -1 if they do not fit.
+
+    Parameters
+    ----------
+    packed : int32 [5 * entries + (2 + words) * num_tokens]
+    chosen : bool [t]
+    starts : int32 [r + 1]
+        The first row of each request, then the number of rows; read if the batch holds all.
+    roots : int64 [t]
+        The first row of each tree.
+    """
     entries, num_tokens, words, max_size, max_context, holds_all = room
     if not _begin(packed, room, starts):
         return -1
     row_depths = packed[5 * entries :]
     masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
-    branching = find_branching(parents, firsts)
     num_trees = row = 0
-    for tree in range(len(branching)):
-        if not branching[tree]:
+    for tree in range(len(chosen)):
+        if not chosen[tree]:
             continue
         first, size, request = firsts[tree], firsts[tree + 1] - firsts[tree] + 1, requests[tree]
-        entry, start = request if holds_all else num_trees, starts[request]
+        entry, start = request if holds_all else num_trees, roots[tree]
         if entry >= entries or row + size > num_tokens:
             return -1
         if size > max_size or contexts[tree] > max_context:
