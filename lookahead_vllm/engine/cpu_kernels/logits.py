@@ -158,7 +158,8 @@ def find_markers(
     *markers: Tensor,
 ) -> None:
     """Where the committed text last opens and closes its thinking, continued from the last step."""
-    thinking = ThinkingBudgets(budgets, last_starts, last_ends, num_scanned, *markers)
+    not_read = budgets
+    thinking = ThinkingBudgets(budgets, last_starts, last_ends, num_scanned, *markers, not_read)
     history.find_markers(slots.numpy(), _texts(tokens, total_lens), history.arrays(thinking))
 
 
