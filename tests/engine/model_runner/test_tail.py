@@ -28,7 +28,7 @@ from lookahead_vllm.engine.model_runner.step import Step
 from lookahead_vllm.engine.model_runner.tail import Draws
 from lookahead_vllm.engine.worker.attended import AttendedTrees
 from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
-from lookahead_vllm.verify.place import NO_ENTRY
+from lookahead_vllm.verify.place import NO_ENTRY, StepRows
 from lookahead_vllm.verify.place import cpu as place
 from tests.support import recorded_graphs
 from tests.support.attention_cases import random_tree
@@ -252,7 +252,8 @@ def test_entries_of_padding_that_are_those_of_another_step_are_found(
 
     def place_without_padding(packed: Any, *args: Any) -> None:
         original(packed, *args)
-        args[8][packed[1] :] = 5
+        rows: StepRows = args[3]
+        rows.entries[packed[1] :] = 5
 
     monkeypatch.setattr(place, "_place", place_without_padding)
     with pytest.raises(AssertionError):

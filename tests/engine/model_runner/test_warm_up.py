@@ -133,7 +133,8 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
     runner.rejection_sampler = SimpleNamespace(history=NodeHistory(sampler))
     shape = runner._shape = object.__new__(LateShape)
     table, shape._rows = test_place.random_case(0).table, test_place.stale_rows(1)
-    shape._placer, shape.split = Placer(table, shape._rows), Split(np.zeros(99, np.int32), 7)
+    shape._placer = Placer(table, shape._rows)
+    shape.split = shape._with_slots = Split(np.zeros(99, np.int32), 7)
     shape._memory = SimpleNamespace(uva=lambda: torch.from_numpy(shape.split.packed))
     runner.compile_kernels()
     assert {name for name, own in launches.items() if not own.calls} == BY_STEPS

@@ -298,7 +298,7 @@ def test_latents_of_a_gpu_move_as_one_head() -> None:
     layer = latent_layer()
     mover = ON_GPU.mover([layer.kv_cache], layer)
     assert isinstance(mover, PagedKVMover)
-    assert mover._groups[0]._caches[0].shape == (4, 1, 16, 12)
+    assert mover._groups[0].caches[0].shape == (4, 1, 16, 12)
 
 
 def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
