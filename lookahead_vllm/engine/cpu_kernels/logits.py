@@ -155,11 +155,12 @@ def find_markers(
     last_starts: Tensor,
     last_ends: Tensor,
     num_scanned: Tensor,
-    *markers: Tensor,
+    start_marker: Tensor,
+    end_marker: Tensor,
 ) -> None:
     """Where the committed text last opens and closes its thinking, continued from the last step."""
-    not_read = budgets
-    thinking = ThinkingBudgets(budgets, last_starts, last_ends, num_scanned, *markers, not_read)
+    markers = start_marker, end_marker, end_marker  # the last one is not read
+    thinking = ThinkingBudgets(budgets, last_starts, last_ends, num_scanned, *markers)
     history.find_markers(slots.numpy(), _texts(tokens, total_lens), history.arrays(thinking))
 
 

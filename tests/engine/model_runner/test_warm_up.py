@@ -112,6 +112,7 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(module, name, partial(getattr(module, name), impl="triton"))
     monkeypatch.setattr(gpu_worker, "is_recurrent", lambda layer: layer == "recurrent")
     monkeypatch.setattr("vllm.v1.worker.gpu.buffer_utils.UvaBuffer", UvaBuffer)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     runner: Any = object.__new__(gpu_worker.LookaheadGPUModelRunner)
     runner.drafter = SimpleNamespace(may_branch=True)
     speculation = SimpleNamespace(lookahead_options=LookaheadOptions(attention="triton"))
