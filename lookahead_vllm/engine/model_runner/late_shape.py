@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from lookahead_vllm.engine.worker.attended import GraphBuffers
-
 
 MAX_KNOWN_VIEWS = 1024
 
@@ -163,10 +161,14 @@ class LateShape:
         """Write these rows to vLLM's buffers."""
         self._placer.place(self._packed, self.split.num_requests, num_filled)
 
-    def place_in_graph(self, graph: BatchExecutionDescriptor, buffers: GraphBuffers) -> None:
-        """Call this while a graph is captured: it will write the rows of the step that it runs."""
+    def place_in_graph(
+        self, graph: BatchExecutionDescriptor, lengths: torch.Tensor, contexts_only: bool
+    ) -> None:
+        """Call this while a graph is captured: it will write the rows of the step that it runs.
+
+        The lengths for attention go to `lengths`, see `Placer.place`.
+        """
         most_requests, num_filled = graph.num_reqs or graph.num_tokens, graph.num_tokens
-        lengths, contexts_only = buffers.seq_lens, buffers.trees.holds_all
         packed = self._memory.uva()
         self._placer.place(packed, most_requests, num_filled, lengths, contexts_only)
 
