@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*"},
     "verify/layout": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.layout"},
     "verify/attention": {*KERNELS, "xformers", f"{VERIFY}.layout", f"{VERIFY}.attention"},
-    "verify/choices": {*KERNELS},
+    "verify/choices": {*KERNELS, f"{VERIFY}.choices"},
     "verify/history": {*KERNELS, f"{VERIFY}.history"},
     "verify/latent": {
         *KERNELS,

@@ -74,13 +74,13 @@ class HostWork:
         """Watch this process's kernels for CPUs, and lookahead's waiting."""
         from lookahead_vllm.engine.cpu_kernels.table import CPUKernel
         from lookahead_vllm.engine.model_runner.waiter import Waiter
-        from lookahead_vllm.verify.moves.cpu import SlotMover
+        from lookahead_vllm.verify.moves.cpu import HostMover
         from lookahead_vllm.verify.place import cpu as place
         from lookahead_vllm.verify.walk import cpu as walk
 
         for owner, name in (
-            *((CPUKernel, "_launch"), (place.Placer, "place"), (walk, "walk_rows")),
-            (SlotMover, "move_paths"),
+            *((CPUKernel, "_launch"), (place.Placer, "__call__"), (walk, "walk_rows")),
+            (HostMover, "move_paths"),
         ):
             setattr(owner, name, self.kernel(getattr(owner, name)))
         Waiter.wait = self.polling(Waiter.wait)  # type: ignore[method-assign]

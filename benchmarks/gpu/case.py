@@ -17,7 +17,7 @@ from lookahead_vllm.verify.attention.reference import reference_paged_attention
 from lookahead_vllm.verify.layout.paged_batch import CAUSAL, PagedBatch
 
 DEVICE = "cuda"
-IMPLS = ("torch", "triton", "xformers")
+IMPLS = ("reference", "triton", "xformers")
 MAX_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Allowed distance of a row from float64, relative to the row's length."""
 FP8_FACTOR = 4
@@ -68,7 +68,7 @@ class Case:
     heads_first: bool = False
     fp8: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    """`sliding_window` and `logits_soft_cap`; True for `alibi_slopes` or `sinks` draws them."""
+    """`sliding_window` and `soft_cap`; True for `alibi_slopes` or `sinks` draws them."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ class Case:
             scale=self.head_size**-0.5,
             sliding_window=self.options.get("sliding_window", -1),
             alibi_slopes=per_head if self.options.get("alibi_slopes") else None,
-            logits_soft_cap=self.options.get("logits_soft_cap", 0.0),
+            soft_cap=self.options.get("soft_cap", 0.0),
             sinks=per_head if self.options.get("sinks") else None,
             k_scale=fp8_scale,
             v_scale=fp8_scale,
@@ -177,10 +177,10 @@ def kernel_cases() -> Iterator[tuple[str, Callable[[], Case]]]:
         yield name, partial(Case, [513, 40], [60, 5], heads=heads, kv_heads=kv_heads)
     for options in (
         {"sliding_window": 100},
-        {"logits_soft_cap": 20.0},
+        {"soft_cap": 20.0},
         {"alibi_slopes": True},
         {"sinks": True},
-        {"sliding_window": 40, "logits_soft_cap": 5.0, "alibi_slopes": True, "sinks": True},
+        {"sliding_window": 40, "soft_cap": 5.0, "alibi_slopes": True, "sinks": True},
     ):
         for contexts in ([500, 30, 2], [20_000, 3, 7]):
             name = ", ".join(options) + f", contexts of {contexts[0]}"

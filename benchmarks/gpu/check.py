@@ -40,8 +40,8 @@ Four parts, each of which can be left out:
             plain vLLM's, eager and with trees in CUDA graphs; in bfloat16, log-probabilities are as
             exact as plain vLLM's. Where vLLM with CUDA and pytest are installed
   timings   milliseconds a call, one layer, replayed from a CUDA graph: FlashAttention on a chain of
-            as many tokens, then trees with triton, xformers and torch; `floor` is the time that
-            reading the K/V once takes at the bandwidth that a copy reaches here
+            as many tokens, then trees with triton, xformers and plain torch (`reference`); `floor`
+            is the time that reading the K/V once takes at the bandwidth that a copy reaches here
   bench     scripts/bench.py with the model that --model names, where vLLM with CUDA is installed;
             what follows `--` goes to it
 

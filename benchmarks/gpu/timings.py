@@ -121,8 +121,8 @@ def measure(
     results["bandwidth"] = bandwidth
     print(f"\na copy moves {bandwidth / 1e12:.2f} TB/s\n")
     head = ["requests", "context", "nodes"]
-    head += ["floor", "flash", "triton", "/flash", "xformers", "torch"]
-    print(" | ".join(name.rjust(8) for name in head))
+    head += ["floor", "flash", "triton", "/flash", "xformers", "reference"]
+    print(" | ".join(name.rjust(9) for name in head))
     rows = results["timings"] = []
     slot_bytes = 2 * options.kv_heads * options.head_size * 2
     memory_bytes = torch.cuda.get_device_properties(0).total_memory
@@ -152,19 +152,19 @@ def measure(
             "xformers": milliseconds(partial(case.run, "xformers"))
             if find_spec("xformers")
             else None,
-            "torch": milliseconds(partial(case.run, "torch"), graph=False)
+            "reference": milliseconds(partial(case.run, "reference"), graph=False)
             if requests == 1
             else None,
         }
         rows.append(row)
         save()
-        print(" | ".join(cell.rjust(8) for cell in _cells(row)), flush=True)
+        print(" | ".join(cell.rjust(9) for cell in _cells(row)), flush=True)
     print(f"\nmilliseconds a call; flash is {rows[-1]['flash_by'] if rows else 'nobody'}")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     ratio = row["triton"] / row["flash"] if row["triton"] and row["flash"] else None
-    times = (row["floor"], row["flash"], row["triton"], ratio, row["xformers"], row["torch"])
+    times = (row["floor"], row["flash"], row["triton"], ratio, row["xformers"], row["reference"])
     return [
         *(str(row[key]) for key in ("requests", "context", "nodes")),
         *("-" if value is None else f"{value:.3f}" for value in times),

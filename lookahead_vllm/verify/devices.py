@@ -1,22 +1,37 @@
 """Which module computes what on which device.
 
-`verify/<noun>/__init__.py` checks the arguments and describes them; the functions of a device's
-module, beside it, have the same names.
+A noun is a folder of `verify/`. Its `__init__.py` describes the arguments and checks them; the
+modules beside it have functions of the same names for one device each, and say only what differs.
 """
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Literal
 
 import torch
 
-_NOUNS = ("history", "place", "recurrence", "walk")
+Impl = Literal["auto", "cpu", "reference", "triton", "xformers"]
+"""A module of a noun; "auto" is the one of the device. "reference" is plain PyTorch."""
 
-ON_GPUS = {noun: f"lookahead_vllm.verify.{noun}.triton" for noun in _NOUNS}
-ON_CPUS = {noun: f"lookahead_vllm.verify.{noun}.cpu" for noun in _NOUNS}
+_ON_BOTH = ("history", "place", "recurrence", "walk")
+
+ON_CPUS = {
+    **dict.fromkeys(_ON_BOTH, "cpu"),
+    "attention": "reference",  # over a GPU's pages; `attention/cpu.py` reads a CPU's
+    "choices": "cpu",
+    "latent": "reference",
+}
+ON_GPUS = {
+    **dict.fromkeys(_ON_BOTH, "triton"),
+    "attention": "triton",
+    "choices": "reference",
+    "latent": "triton",
+}
 
 
-def module_for(noun: str, device: torch.device) -> ModuleType:
-    """The module with the functions of `verify/<noun>/` for a device."""
-    return importlib.import_module((ON_CPUS if device.type == "cpu" else ON_GPUS)[noun])
+def module_for(noun: str, device: torch.device, impl: Impl = "auto") -> ModuleType:
+    """The module with the functions of `verify/<noun>/` for a device; imported at first use."""
+    name = (ON_CPUS if device.type == "cpu" else ON_GPUS)[noun] if impl == "auto" else impl
+    return importlib.import_module(f"{__package__}.{noun}.{name}")

@@ -34,106 +34,12 @@ strict UTF-8."""
 ERRORS = (*_LOAD_ERRORS, subprocess.SubprocessError)
 """What building and loading it raise."""
 
-_pointer, _i64, _i32, _f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+pointer, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
-def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
+def fields(kind: type, *names: str) -> list[tuple[str, type]]:
     """Fields of a structure that are all of one kind."""
     return [(name, kind) for name in names]
-
-
-class TreeBatchView(ctypes.Structure):
-    """`TreeBatchView` of `attention/cpu.cpp`: the sizes and pointers of a TreeBatch."""
-
-    _fields_ = [
-        *_fields(_i64, "trees", "words"),
-        *_fields(_pointer, "rows", "starts", "sizes", "contexts", "depths", "masks"),
-    ]
-
-
-class AttentionCall(ctypes.Structure):
-    """`AttentionCall` of `attention/cpu.cpp`; strides in elements."""
-
-    _fields_ = [
-        ("query", _pointer),
-        *_fields(_i64, "query_token", "query_head"),
-        ("cache", _pointer),
-        *_fields(_i64, "cache_block", "cache_head"),
-        ("output", _pointer),
-        *_fields(_i64, "output_token", "output_head"),
-        ("block_table", _pointer),
-        ("table_row", _i64),
-        *_fields(_i32, "heads", "kv_heads", "head_size", "block_size"),
-        ("scale", _f32),
-        ("window", _i32),
-        ("soft_cap", _f32),
-        *_fields(_pointer, "alibi", "sinks"),
-        *_fields(_i32, "threads", "packed"),
-    ]
-
-
-class LayerCache(ctypes.Structure):
-    """`LayerCache` of `moves/cpu.cpp`: the KV cache of one layer; strides in bytes."""
-
-    _fields_ = [("data", _pointer), *_fields(_i64, "block", "head", "heads", "head_size")]
-
-
-class Forest(ctypes.Structure):
-    """`Forest` of `recurrence/cpu.cpp`: recurrence.StateRows; strides in elements."""
-
-    _fields_ = [
-        *_fields(_i64, "requests", "rows", "slots"),
-        *_fields(_pointer, "starts", "parents", "columns"),
-        *_fields(_i64, "num_columns", "column_row", "column_step"),
-        ("accepted", _pointer),
-    ]
-
-
-class Mamba2Call(ctypes.Structure):
-    """`Mamba2Call` of `recurrence/cpu.cpp`; strides in elements."""
-
-    _fields_ = [
-        ("state", _pointer),
-        ("slot", _i64),
-        *_fields(_pointer, "x", "B", "C"),
-        *_fields(_i64, "x_row", "bc_row"),
-        *_fields(_pointer, "dt", "A", "D", "dt_bias"),
-        ("out", _pointer),
-        ("out_row", _i64),
-        *_fields(_i32, "heads", "groups", "dim", "dstate"),
-        ("threads", _i32),
-    ]
-
-
-class DeltaCall(ctypes.Structure):
-    """`DeltaCall` of `recurrence/cpu.cpp`; strides in elements."""
-
-    _fields_ = [
-        ("state", _pointer),
-        ("slot", _i64),
-        *_fields(_pointer, "q", "k", "v"),
-        *_fields(_i64, "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"),
-        *_fields(_pointer, "a", "b", "A_log", "dt_bias"),
-        ("out", _pointer),
-        ("out_row", _i64),
-        ("out_head", _i64),
-        *_fields(_i32, "key_heads", "heads", "key_size", "value_size"),
-        ("scale", _f32),
-        ("threads", _i32),
-    ]
-
-
-class ConvolutionCall(ctypes.Structure):
-    """`ConvolutionCall` of `recurrence/cpu.cpp`; strides in elements."""
-
-    _fields_ = [
-        ("window", _pointer),
-        *_fields(_i64, "slot", "channel", "entry"),
-        ("x", _pointer),
-        ("x_row", _i64),
-        *_fields(_pointer, "weight", "bias", "out"),
-        *_fields(_i32, "dim", "width", "silu", "threads"),
-    ]
 
 
 @functools.cache
@@ -244,15 +150,15 @@ def _link(path: Path) -> ctypes.CDLL:
 def _open(path: Path) -> ctypes.CDLL:
     library = _link(path)
     for name, arguments in (
-        ("tree_attention", [_pointer, _pointer, _i32]),
-        ("move_kv", [_pointer, _i64, _i64, _i64, _i64, _pointer, _pointer, _i32, _i32]),
-        ("top_choices", [_pointer, _i32, _i64, _i64, _i64, _pointer, _i32, _i32, _pointer]),
+        ("tree_attention", [pointer, pointer, i32]),
+        ("move_kv", [pointer, i64, i64, i64, i64, pointer, pointer, i32, i32]),
+        ("top_choices", [pointer, i32, i64, i64, i64, pointer, i32, i32, pointer]),
     ):
         function = getattr(library, f"lookahead_{name}")
         function.argtypes, function.restype = arguments, None
     for name in ("mamba2", "gated_delta", "convolution"):
         function = getattr(library, f"lookahead_{name}")
-        function.argtypes, function.restype = [_pointer, _pointer, _i32, _i32], _i32
+        function.argtypes, function.restype = [pointer, pointer, i32, i32], i32
     library.lookahead_reads_packed.argtypes = []
-    library.lookahead_reads_packed.restype = _i32
+    library.lookahead_reads_packed.restype = i32
     return library

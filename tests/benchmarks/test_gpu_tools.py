@@ -25,11 +25,11 @@ def test_every_case_is_checked_against_attention_by_the_book(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(case, "DEVICE", "cpu")
-    options = {"sliding_window": 40, "logits_soft_cap": 5.0, "alibi_slopes": True, "sinks": True}
+    options = {"sliding_window": 40, "soft_cap": 5.0, "alibi_slopes": True, "sinks": True}
     mixed = case.Case([70, 0, 9], [33, 5, 12], causal=(2,), dtype=torch.float32, options=options)
     assert mixed.batch.firsts.tolist() == [0, 34, CAUSAL]
-    assert mixed.error("torch") < mixed.max_error == 1e-5
-    assert case.Case([20], [9], fp8=True, heads_first=True).error("torch") < 1e-2
+    assert mixed.error("reference") < mixed.max_error == 1e-5
+    assert case.Case([20], [9], fp8=True, heads_first=True).error("reference") < 1e-2
 
 
 @pytest.mark.parametrize("name", ["penalties", "bad words", "thinking", "latent", "choices"])

@@ -23,7 +23,7 @@ ROUNDING = {torch.float32: 2**-18, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ROW_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Tolerance of a row of the output of `paged_attention`, relative to the row's norm."""
 
-IMPLS = ["torch", pytest.param("triton", marks=pytest.mark.interpreted)]
+IMPLS = ["reference", pytest.param("triton", marks=pytest.mark.interpreted)]
 """Of attention over a cache of GPUs."""
 
 Attend = str | Callable[[PagedCall], None]
@@ -126,7 +126,7 @@ class AttentionCase:
 
     def run(self, impl: str, batch: TreeBatch | None = None) -> torch.Tensor:
         """Call `tree_attention`; returns the output, [tokens, heads, head_size]."""
-        if self.packed and impl == "native" and not native.reads_packed():
+        if self.packed and impl == "cpu" and not native.reads_packed():
             impl = "auto"
         call = TreeCall(
             self.query,
@@ -254,7 +254,7 @@ class PagedAttentionCase(AttentionCase):
             scale=self.scale,
             sliding_window=self.window,
             alibi_slopes=self.alibi_slopes,
-            logits_soft_cap=self.soft_cap,
+            soft_cap=self.soft_cap,
             sinks=self.sink_logits,
             k_scale=self.scales.get("k_scale"),
             v_scale=self.scales.get("v_scale"),

@@ -11,7 +11,7 @@ import torch
 
 from lookahead_vllm.verify import history
 from lookahead_vllm.verify.devices import ON_CPUS, ON_GPUS
-from lookahead_vllm.verify.place import placer
+from lookahead_vllm.verify.place import Placer
 from lookahead_vllm.verify.walk import walk
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 from tests.support.latent_cases import LatentCase
@@ -120,7 +120,7 @@ def _place(groups: int = 2) -> None:
     case = test_place.random_case(0, groups=groups)
     lengths = torch.zeros(7, dtype=torch.int32)
     rows = test_place.stale_rows(groups)
-    placer(case.table, rows).place(*test_place.arguments_of(case), lengths)
+    Placer(case.table, rows).place(*test_place.arguments_of(case), lengths)
 
 
 def _change_logits() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, memory, replaces
-from lookahead_vllm.verify.history import BadWords, Histories, Penalties, Texts
+from lookahead_vllm.verify.history import BadWords, Histories, Penalties, Texts, ThinkingBudgets
 from lookahead_vllm.verify.history import cpu as history
 
 
@@ -139,6 +139,11 @@ def forbid_bad_words(
     history.apply_bad_words(logits, rows, texts, bad_words, grid[1])
 
 
+def _texts(tokens: Tensor, total_lens: Tensor) -> Texts:
+    """Texts whose prompts are not told from their output."""
+    return history.arrays(Texts(tokens, total_lens, total_lens))
+
+
 @replaces("gpu.sample.thinking_budget._update_committed_marker_cache_kernel", of_tensors=True)
 def find_markers(
     grid: Grid,
@@ -150,11 +155,13 @@ def find_markers(
     last_starts: Tensor,
     last_ends: Tensor,
     num_scanned: Tensor,
-    *markers: Tensor,
+    start_marker: Tensor,
+    end_marker: Tensor,
 ) -> None:
     """Where the committed text last opens and closes its thinking, continued from the last step."""
-    state = budgets, last_starts, last_ends, num_scanned
-    history.find_markers(*history.arrays((slots, tokens, total_lens, *state, *markers)))
+    markers = start_marker, end_marker, end_marker  # the last one is not read
+    thinking = ThinkingBudgets(budgets, last_starts, last_ends, num_scanned, *markers)
+    history.find_markers(slots.numpy(), _texts(tokens, total_lens), history.arrays(thinking))
 
 
 @replaces("gpu.sample.thinking_budget._thinking_budget_kernel", of_tensors=True)
@@ -173,9 +180,11 @@ def force_end_of_thinking(
     last_ends: Tensor,
     *markers: Tensor,
 ) -> None:
-    rows = _chains(slots, input_ids, offsets)
-    state = tokens, total_lens, budgets, last_starts, last_ends
-    history.force_ends(*history.arrays((logits, *rows, *state, *markers)))
+    rows = history.arrays(_chains(slots, input_ids, offsets))
+    not_read = last_ends
+    thinking = ThinkingBudgets(budgets, last_starts, last_ends, not_read, *markers)
+    texts = _texts(tokens, total_lens)
+    history.force_ends(logits.numpy(), rows, texts, history.arrays(thinking))
 
 
 @replaces("gpu.structured_outputs._apply_grammar_bitmask_kernel", of_tensors=True)

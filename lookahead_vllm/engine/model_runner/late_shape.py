@@ -24,14 +24,12 @@ from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.model_runner.step import State, Step
 from lookahead_vllm.engine.worker.draft_step import DraftStep
 from lookahead_vllm.verify.layout.node_layout import NodeLayout, width_of
-from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows, placer
+from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    from lookahead_vllm.engine.worker.attended import GraphBuffers
 
 
 MAX_KNOWN_VIEWS = 1024
@@ -101,7 +99,7 @@ class LateShape:
             tuple(table.gpu for table in tables.block_tables),
             tuple(tables.block_sizes),
         )
-        self._placer: Placer = placer(table, self._rows)
+        self._placer = Placer(table, self._rows)
         most_requests = len(self._rows.lengths)
         size = Split.size(most_requests, len(self._rows.ids))
         memory = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer
@@ -163,10 +161,14 @@ class LateShape:
         """Write these rows to vLLM's buffers."""
         self._placer.place(self._packed, self.split.num_requests, num_filled)
 
-    def place_in_graph(self, graph: BatchExecutionDescriptor, buffers: GraphBuffers) -> None:
-        """Call this while a graph is captured: it will write the rows of the step that it runs."""
+    def place_in_graph(
+        self, graph: BatchExecutionDescriptor, lengths: torch.Tensor, contexts_only: bool
+    ) -> None:
+        """Call this while a graph is captured: it will write the rows of the step that it runs.
+
+        The lengths for attention go to `lengths`, see `Placer.place`.
+        """
         most_requests, num_filled = graph.num_reqs or graph.num_tokens, graph.num_tokens
-        lengths, contexts_only = buffers.seq_lens, buffers.trees.holds_all
         packed = self._memory.uva()
         self._placer.place(packed, most_requests, num_filled, lengths, contexts_only)
 

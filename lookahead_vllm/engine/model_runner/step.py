@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ from lookahead_vllm.verify.walk import Walk
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-
-    from lookahead_vllm.engine.model_runner.trained_drafter import Chains
 
 Move = Callable[[Walk, slice, torch.Tensor], None]
 """Moves what accepted nodes left in the caches; see `LookaheadRunner._move`."""
@@ -47,6 +45,20 @@ class State(Enum):
     """They have come, and its rows are placed."""
     EXACT = auto()
     """Its batch has the rows in use."""
+
+
+class Chains(NamedTuple):
+    """What a trained drafter proposes after a step, on its way to the host."""
+
+    length: int
+    """How many tokens it proposes."""
+
+    by_request: Int32s
+    """int32 [r, K, NUM_ALTERNATIVES, 2], as `EmittedTokens.chains`, of the batch's requests."""
+    event: Any
+    """When they have arrived."""
+    source: torch.Tensor
+    """On the device; kept until then."""
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -21,33 +21,18 @@ from vllm.v1.worker.gpu import async_utils, spec_decode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as target_dependent
 
-from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES, PROPOSED, no_chains
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.recycling import GAPS
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
-from lookahead_vllm.engine.model_runner.step import ThisStep
+from lookahead_vllm.engine.model_runner.step import Chains, ThisStep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.states import RequestState
-
-
-class Chains(NamedTuple):
-    """What the drafter proposes after a step, on its way to the host."""
-
-    length: int
-    """How many tokens it proposes."""
-
-    by_request: Int32s
-    """int32 [r, K, NUM_ALTERNATIVES, 2], as `EmittedTokens.chains`, of the batch's requests."""
-    event: Any
-    """When they have arrived."""
-    source: torch.Tensor
-    """On the device; kept until then."""
 
 
 def make_speculator(config: VllmConfig, device: torch.device, states: RequestState) -> Any:

@@ -24,7 +24,8 @@ from lookahead_vllm.engine.worker.attention import TreeAttention, dtype_obstacle
 from lookahead_vllm.verify import native
 from lookahead_vllm.verify.attention.cpu import TreeCall, supported, tree_attention
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
-from lookahead_vllm.verify.moves.cpu import KVMover, LatentMover, SlotMover
+from lookahead_vllm.verify.moves import SlotMover
+from lookahead_vllm.verify.moves.cpu import KVMover, LatentMover
 
 PACKED = {"vec": False, "vec16": False, "amx": True}
 """Whether the KV layout is packed, for each of vLLM's instruction sets that is supported."""

@@ -41,7 +41,8 @@ from lookahead_vllm.engine.worker.attended import (
 )
 from lookahead_vllm.engine.worker.attention import TreeAttention, dtype_obstacle
 from lookahead_vllm.options.allowed import OptionError
-from lookahead_vllm.verify.attention import Impl, PagedCall, paged_attention
+from lookahead_vllm.verify.attention import PagedCall, paged_attention
+from lookahead_vllm.verify.devices import Impl
 from lookahead_vllm.verify.layout.paged_batch import PagedBatch
 from lookahead_vllm.verify.moves.triton import PagedKVMover
 
@@ -164,7 +165,7 @@ class _TreeImpl(_Impl):
             self.scale,
             sliding_window=left + 1 if left >= 0 else -1,
             alibi_slopes=self.alibi_slopes,
-            logits_soft_cap=self.logits_soft_cap,
+            soft_cap=self.logits_soft_cap,
             sinks=self.sinks,
             context_lse=context_lse,
             **scales,

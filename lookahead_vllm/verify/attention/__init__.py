@@ -6,18 +6,16 @@ vLLM's cache on CPUs has another layout: see `cpu.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lookahead_vllm.verify.devices import Impl, module_for
 from lookahead_vllm.verify.layout.paged_batch import PagedBatch
 
-Impl = Literal["auto", "torch", "triton", "xformers"]
-
-_QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class PagedCall(NamedTuple):
@@ -43,7 +41,7 @@ class PagedCall(NamedTuple):
     """W: a row at position P attends to positions in (P - W, P]. -1 for none."""
     alibi_slopes: Tensor | None = None
     """float32 [num_heads]: adds slope * (key position - row position), after the soft cap."""
-    logits_soft_cap: float = 0.0
+    soft_cap: float = 0.0
     """c > 0 replaces a score x by c * tanh(x / c)."""
     sinks: Tensor | None = None
     """[num_heads]: one more score per head in the softmax, with no value."""
@@ -65,8 +63,8 @@ def paged_attention(call: PagedCall, impl: Impl = "auto") -> None:
 
     Parameters
     ----------
-    impl : {"auto", "torch", "triton", "xformers"}
-        "auto" is "triton" on CUDA devices and "torch" on others.
+    impl : {"auto", "reference", "triton", "xformers"}
+        "auto" is "triton" on GPUs and "reference" on CPUs.
 
     Raises
     ------
@@ -76,21 +74,14 @@ def paged_attention(call: PagedCall, impl: Impl = "auto") -> None:
     _check(call)
     if not len(call.batch) or not call.batch.max_size:
         return
-    attend: Callable[[PagedCall], None]
-    if impl == "triton" or (impl == "auto" and call.query.device.type == "cuda"):
-        from lookahead_vllm.verify.attention.triton import attend
-    elif impl == "xformers":
-        from lookahead_vllm.verify.attention.xformers import attend
-    else:
-        from lookahead_vllm.verify.attention.reference import attend
-    attend(call)
+    module_for("attention", call.query.device, impl).attend(call)
 
 
 def _check(call: PagedCall) -> None:
     query, key_cache, value_cache, output, block_table = call[:5]
     _, heads, head_size = query.shape
-    is_fp8 = key_cache.dtype in _FP8_DTYPES
-    assert query.dtype in _QUERY_DTYPES and output.dtype == query.dtype, (query.dtype, output.dtype)
+    is_fp8 = key_cache.dtype in FP8_DTYPES
+    assert query.dtype in QUERY_DTYPES and output.dtype == query.dtype, (query.dtype, output.dtype)
     assert is_fp8 or key_cache.dtype == query.dtype, (key_cache.dtype, query.dtype)
     assert {call.k_scale is not None, call.v_scale is not None} == {is_fp8}
     assert key_cache.dtype == value_cache.dtype and key_cache.shape == value_cache.shape

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lookahead_vllm.verify import native
-from lookahead_vllm.verify.attention.reference import reference_attention
+from lookahead_vllm.verify.attention import QUERY_DTYPES, PagedCall, reference
+from lookahead_vllm.verify.devices import Impl
+from lookahead_vllm.verify.layout.paged_batch import PagedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
-
-Impl = Literal["auto", "torch", "native"]
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+from lookahead_vllm.verify.native import f32, fields, i32, i64, pointer
 
 
 def supported(head_size: int, dtype: torch.dtype, block_size: int, packed: bool = False) -> bool:
@@ -23,14 +23,14 @@ def supported(head_size: int, dtype: torch.dtype, block_size: int, packed: bool 
     return (
         head_size % 16 == 0
         and 32 <= head_size <= 512
-        and dtype in _DTYPES
-        and (block_size % 16 == 0)
+        and dtype in QUERY_DTYPES
+        and block_size % 16 == 0
         and (not packed or dtype == torch.bfloat16)
     )
 
 
 class TreeCall(NamedTuple):
-    """The arguments of `tree_attention`. The options are those of `gpu.paged_batch.PagedCall`."""
+    """The arguments of `tree_attention`. The options are those of `PagedCall`."""
 
     query: Tensor
     """float32, bfloat16 or float16 [num_tokens, num_heads, head_size], contiguous in the last
@@ -66,15 +66,17 @@ def tree_attention(call: TreeCall, impl: Impl = "auto") -> None:
 
     Parameters
     ----------
-    impl : {"auto", "torch", "native"}
-        "auto" uses the compiled kernel for CPU tensors if it is available.
+    impl : {"auto", "cpu", "reference"}
+        "auto" uses the compiled kernel if it is available.
     """
     _check(call)
     if impl == "auto":
-        available = native.reads_packed if call.packed else native.available
-        impl = "native" if call.query.device.type == "cpu" and available() else "torch"
-    attend = _attend_native if impl == "native" else _attend_torch
-    attend(call)
+        impl = "cpu" if _has_kernel(call) else "reference"
+    (_attend if impl == "cpu" else _attend_by_reference)(call)
+
+
+def _has_kernel(call: TreeCall) -> bool:
+    return native.reads_packed() if call.packed else native.available()
 
 
 def _check(call: TreeCall) -> None:
@@ -94,15 +96,45 @@ def _check(call: TreeCall) -> None:
     assert all(end <= most for end, most in zip(ends, room, strict=True)), (ends, room)
 
 
-def _attend_native(call: TreeCall) -> None:
+class TreeBatchView(ctypes.Structure):
+    """`TreeBatchView` of `cpu.cpp`: the sizes and pointers of a TreeBatch."""
+
+    _fields_ = [
+        *fields(i64, "trees", "words"),
+        *fields(pointer, "rows", "starts", "sizes", "contexts", "depths", "masks"),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    """`AttentionCall` of `cpu.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("query", pointer),
+        *fields(i64, "query_token", "query_head"),
+        ("cache", pointer),
+        *fields(i64, "cache_block", "cache_head"),
+        ("output", pointer),
+        *fields(i64, "output_token", "output_head"),
+        ("block_table", pointer),
+        ("table_row", i64),
+        *fields(i32, "heads", "kv_heads", "head_size", "block_size"),
+        ("scale", f32),
+        ("window", i32),
+        ("soft_cap", f32),
+        *fields(pointer, "alibi", "sinks"),
+        *fields(i32, "threads", "packed"),
+    ]
+
+
+def _attend(call: TreeCall) -> None:
     library = native.load()
-    assert library is not None and (not call.packed or native.reads_packed())
+    assert library is not None and _has_kernel(call)
     query, kv_cache, output, block_table, batch = call[:5]
     _, heads, head_size = query.shape
     _, kv_heads, block_size, _ = kv_cache.shape
     output_strides = output.stride()
     sinks = None if call.sinks is None else call.sinks.float()
-    arguments = native.AttentionCall(
+    arguments = AttentionCall(
         query.data_ptr(), *query.stride()[:2],
         kv_cache.data_ptr(), *kv_cache.stride()[:2],
         output.data_ptr(), output_strides[0],
@@ -114,17 +146,17 @@ def _attend_native(call: TreeCall) -> None:
         torch.get_num_threads(), call.packed,
     )  # fmt: skip
     library.lookahead_tree_attention(
-        ctypes.byref(_view(batch)), ctypes.byref(arguments), _DTYPES[query.dtype]
+        ctypes.byref(_view(batch)), ctypes.byref(arguments), QUERY_DTYPES.index(query.dtype)
     )
 
 
 @functools.lru_cache(maxsize=1)  # all layers of a step have the same batch
-def _view(batch: TreeBatch) -> native.TreeBatchView:
+def _view(batch: TreeBatch) -> TreeBatchView:
     """Its pointers, valid while the batch exists."""
     fields = (batch.requests, batch.starts, batch.sizes, batch.contexts, batch.depths, batch.masks)
     assert all(f.dtype == torch.int32 and f.is_contiguous() and not f.is_cuda for f in fields)
     assert len({len(f) for f in fields[:4]}) == 1 and len(batch.depths) == len(batch.masks)
-    return native.TreeBatchView(len(batch), batch.masks.shape[1], *(f.data_ptr() for f in fields))
+    return TreeBatchView(len(batch), batch.masks.shape[1], *(f.data_ptr() for f in fields))
 
 
 def _float_vector(values: Tensor | None, length: int) -> int | None:
@@ -134,41 +166,25 @@ def _float_vector(values: Tensor | None, length: int) -> int | None:
     return values.data_ptr()
 
 
-def _attend_torch(call: TreeCall) -> None:
-    query, kv_cache, output, block_table, batch = call[:5]
-    _, heads, head_size = query.shape
-    window = call.sliding_window
-    block_size = kv_cache.shape[2]
-    blocks_flat = kv_cache.flatten(2)
-    if output.dim() == 2:
-        output = output.unflatten(1, (heads, head_size))
-    depths, masks = batch.depths.to(query.device), batch.masks.to(query.device)
-    end = 0
-    for row, start, size, context in torch.stack(
-        (batch.requests, batch.starts, batch.sizes, batch.contexts), dim=1
-    ).tolist():
-        own, end = slice(end, end + size), end + size
-        oldest = max(0, context - window + 1) if window > 0 else 0
-        first_block, end_block = oldest // block_size, (context + size - 1) // block_size + 1
-        kv = blocks_flat[block_table[row, first_block:end_block].long()]
-        k, v = (
-            part.flatten(2, 3).flatten(3).transpose(0, 1).flatten(1, 2).float()
-            for part in keys_and_values(kv, head_size, block_size, call.packed)
+def _attend_by_reference(call: TreeCall) -> None:
+    """Over copies of the blocks that the trees read, which are as those of a GPU."""
+    batch, block_size = PagedBatch.build(call.batch), call.kv_cache.shape[2]
+    ends = (batch.contexts + batch.sizes)[:, None]
+    firsts = torch.arange(0, call.batch.ends[2], block_size)
+    blocks = call.block_table[batch.requests.long(), : len(firsts)].where(firsts < ends, 0).long()
+    copied = call.kv_cache[blocks.flatten()].flatten(2)
+    keys, values = (
+        part.flatten(4).flatten(2, 3).transpose(1, 2)
+        for part in keys_and_values(copied, call.query.shape[2], block_size, call.packed)
+    )
+    table = torch.arange(blocks.numel(), dtype=torch.int32).view(blocks.shape)
+    requests = torch.arange(len(batch), dtype=torch.int32)
+    reference.attend(
+        PagedCall(
+            call.query, keys, values, call.output, table, replace(batch, requests=requests),
+            call.scale, call.sliding_window, call.alibi_slopes, call.soft_cap, call.sinks,
         )
-        num_keys = context + size - first_block * block_size
-        output[start : start + size] = reference_attention(
-            query[start : start + size],
-            k[:, :num_keys],
-            v[:, :num_keys],
-            context,
-            depths[own],
-            masks[own],
-            scale=call.scale,
-            sliding_window=window,
-            alibi_slopes=call.alibi_slopes,
-            soft_cap=call.soft_cap,
-            sinks=call.sinks,
-        ).to(output.dtype)
+    )  # fmt: skip
 
 
 def keys_and_values(

@@ -146,7 +146,7 @@ def reference_paged_attention(
                 scale=call.scale,
                 sliding_window=window,
                 alibi_slopes=call.alibi_slopes,
-                soft_cap=call.logits_soft_cap,
+                soft_cap=call.soft_cap,
                 sinks=call.sinks,
                 before=None if lse is None else (output[rows].to(dtype), lse[:, rows].to(dtype)),
             ),

@@ -81,7 +81,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         k_scale if has_scales else query,
         v_scale if has_scales else query,
         query if lse is None else lse,
-        call.scale, call.logits_soft_cap, call.sliding_window,
+        call.scale, call.soft_cap, call.sliding_window,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
@@ -98,7 +98,7 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
         IS_SPLIT=num_splits > 1,
         HAS_WINDOW=call.sliding_window > 0,
         HAS_ALIBI=alibi_slopes is not None,
-        HAS_CAP=call.logits_soft_cap > 0,
+        HAS_CAP=call.soft_cap > 0,
         HAS_SINKS=sinks is not None,
         HAS_SCALES=has_scales,
         HAS_CONTEXT=lse is not None,
@@ -228,87 +228,27 @@ def _attend_tile(
 
     out = output + token[:, None] * output_token + head[:, None] * output_head + d[None, :]
     is_out = is_row[:, None] & is_dim[None, :]
+    rows = q, node, is_row, position
+    scoring = factor, score_factor, soft_cap, slope, HAS_CAP, HAS_ALIBI
+    caches = key_cache, value_cache, table, kv_head, BLOCK_SIZE
+    strides = key_block, key_slot, key_head, value_block, value_slot, value_head
+    pages = caches, strides, d, is_dim, HEAD_SIZE < BLOCK_D
     if HAS_CONTEXT:
         lse = tl.load(context_lse + head * lse_head + token, mask=is_row, other=float("-inf"))
         row_max = lse * _LOG2E
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
         acc = tl.load(out, mask=is_out, other=0.0).to(tl.float32)
     else:
-        # The context, from the oldest slot in a window of the tile's rows.
-        oldest = 0
-        if HAS_WINDOW:
-            oldest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
-        parts = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
-        parts_each = tl.cdiv(parts, num_splits)
-        low = oldest + split * parts_each * BLOCK_N
-        high = tl.maximum(tl.minimum(low + parts_each * BLOCK_N, context), low)
-        # First the blocks that need no mask, because every row attends to every key.
-        unmasked_end = low
-        if not HAS_WINDOW:
-            unmasked_end = low + (high - low) // BLOCK_N * BLOCK_N
-        for at in range(low, unmasked_end, BLOCK_N):
-            slot = at + tl.arange(0, BLOCK_N)
-            k, v = _load(
-                key_cache, value_cache, table, slot, slot >= 0, d, is_dim, kv_head,
-                key_block, key_slot, key_head, value_block, value_slot, value_head,
-                BLOCK_SIZE, False, HEAD_SIZE < BLOCK_D,
-            )  # fmt: skip
-            scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
-            row_max, row_sum, acc = accumulate(
-                scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
-            )
-        for at in range(unmasked_end, high, BLOCK_N):
-            slot = at + tl.arange(0, BLOCK_N)
-            is_key = slot < high
-            k, v = _load(
-                key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
-                key_block, key_slot, key_head, value_block, value_slot, value_head,
-                BLOCK_SIZE, True, HEAD_SIZE < BLOCK_D,
-            )  # fmt: skip
-            scores = _scores(q, k, factor, soft_cap, slope, slot, position, HAS_CAP, HAS_ALIBI)
-            attends = is_row[:, None] & is_key[None, :]
-            if HAS_WINDOW:
-                attends = attends & (slot[None, :] > position[:, None] - window)
-            scores = tl.where(attends, scores, float("-inf"))
-            row_max, row_sum, acc = accumulate(
-                scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
-            )
-
-    # The draft block, or the rows of a chain or a prompt.
+        row_max, row_sum, acc = _attend_context(
+            row_max, row_sum, acc, rows, scoring, pages, context, window, split, num_splits,
+            BLOCK_N, HAS_WINDOW,
+        )  # fmt: skip
     if split == num_splits - 1:
         end = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, size)
-        for at in range(0, end, BLOCK_N):
-            column = at + tl.arange(0, BLOCK_N)
-            is_key = column < end
-            slot = context + column
-            k, v = _load(
-                key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
-                key_block, key_slot, key_head, value_block, value_slot, value_head,
-                BLOCK_SIZE, True, HEAD_SIZE < BLOCK_D,
-            )  # fmt: skip
-            is_masked = first + column >= column
-            key_depth = tl.load(depths + first + column, mask=is_key & is_masked, other=0)
-            key_position = context + tl.where(is_masked, key_depth, column)
-            scores = _scores(
-                q, k, factor, soft_cap, slope, key_position, position, HAS_CAP, HAS_ALIBI
-            )
-            word = at // 32 + tl.arange(0, BLOCK_N // 32)
-            words = tl.load(
-                masks + (first + node[:, None]).to(tl.int64) * mask_row + word[None, :],
-                mask=(is_row & has_mask)[:, None] & (word * 32 < end)[None, :],
-                other=0,
-            )
-            bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-            ancestors = tl.reshape(bits, [BLOCK_M, BLOCK_N]) != 0
-            before = column[None, :] <= node[:, None]
-            attends = tl.where(is_masked[None, :], ancestors, before)
-            attends = attends & is_row[:, None] & is_key[None, :]
-            if HAS_WINDOW:
-                attends = attends & (key_position[None, :] > position[:, None] - window)
-            scores = tl.where(attends, scores, float("-inf"))
-            row_max, row_sum, acc = accumulate(
-                scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
-            )
+        row_max, row_sum, acc = _attend_own_rows(
+            row_max, row_sum, acc, rows, scoring, pages, context, window, end,
+            first, has_mask, depths, masks, mask_row, BLOCK_M, BLOCK_N, HAS_WINDOW,
+        )  # fmt: skip
 
     if IS_SPLIT:
         place = (tl.load(places + entry) + node).to(tl.int64)
@@ -330,12 +270,83 @@ def _attend_tile(
 
 
 @triton.jit
-def _load(
-    key_cache, value_cache, table, slot, is_key, d, is_dim, kv_head,
-    key_block, key_slot, key_head, value_block, value_slot, value_head,
-    BLOCK_SIZE: tl.constexpr, SOME_KEYS: tl.constexpr, SOME_DIMS: tl.constexpr,
+def _attend_context(
+    row_max, row_sum, acc, rows, scoring, pages, context, window, split, num_splits,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
+    """Add a split of the context, from the oldest slot in a window of the tile's rows."""
+    q, _, is_row, position = rows
+    score_factor = scoring[1]
+    oldest = 0
+    if HAS_WINDOW:
+        oldest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
+    parts = tl.cdiv(tl.maximum(context - oldest, 0), BLOCK_N)
+    parts_each = tl.cdiv(parts, num_splits)
+    low = oldest + split * parts_each * BLOCK_N
+    high = tl.maximum(tl.minimum(low + parts_each * BLOCK_N, context), low)
+    # First the blocks that need no mask, because every row attends to every key.
+    unmasked_end = low
+    if not HAS_WINDOW:
+        unmasked_end = low + (high - low) // BLOCK_N * BLOCK_N
+    for at in range(low, unmasked_end, BLOCK_N):
+        slot = at + tl.arange(0, BLOCK_N)
+        k, v = _load(pages, slot, slot >= 0, False)
+        scores = _scores(q, k, scoring, slot, position)
+        row_max, row_sum, acc = accumulate(
+            scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
+        )
+    for at in range(unmasked_end, high, BLOCK_N):
+        slot = at + tl.arange(0, BLOCK_N)
+        is_key = slot < high
+        k, v = _load(pages, slot, is_key, True)
+        scores = _scores(q, k, scoring, slot, position)
+        attends = is_row[:, None] & is_key[None, :]
+        if HAS_WINDOW:
+            attends = attends & (slot[None, :] > position[:, None] - window)
+        scores = tl.where(attends, scores, float("-inf"))
+        row_max, row_sum, acc = accumulate(
+            scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
+        )
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def _attend_own_rows(
+    row_max, row_sum, acc, rows, scoring, pages, context, window, end,
+    first, has_mask, depths, masks, mask_row,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Add the draft block, or the rows of a chain or a prompt, up to row `end` of the request."""
+    q, node, is_row, position = rows
+    score_factor = scoring[1]
+    for at in range(0, end, BLOCK_N):
+        column = at + tl.arange(0, BLOCK_N)
+        is_key = column < end
+        slot = context + column
+        k, v = _load(pages, slot, is_key, True)
+        is_masked = first + column >= column
+        key_depth = tl.load(depths + first + column, mask=is_key & is_masked, other=0)
+        key_position = context + tl.where(is_masked, key_depth, column)
+        scores = _scores(q, k, scoring, key_position, position)
+        own_masks = masks + (first + node[:, None]).to(tl.int64) * mask_row
+        ancestors = ancestors_of(own_masks, is_row & has_mask, at, end, BLOCK_M, BLOCK_N)
+        before = column[None, :] <= node[:, None]
+        attends = tl.where(is_masked[None, :], ancestors, before)
+        attends = attends & is_row[:, None] & is_key[None, :]
+        if HAS_WINDOW:
+            attends = attends & (key_position[None, :] > position[:, None] - window)
+        scores = tl.where(attends, scores, float("-inf"))
+        row_max, row_sum, acc = accumulate(
+            scores, score_factor, v.to(q.dtype), row_max, row_sum, acc
+        )
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def _load(pages, slot, is_key, SOME_KEYS: tl.constexpr):
     """K [BLOCK_D, BLOCK_N] and V [BLOCK_N, BLOCK_D] of the slots; 0 where `is_key` is false."""
+    (key_cache, value_cache, table, kv_head, BLOCK_SIZE), strides, d, is_dim, SOME_DIMS = pages
+    key_block, key_slot, key_head, value_block, value_slot, value_head = strides
     if SOME_KEYS:
         block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
     else:
@@ -353,11 +364,9 @@ def _load(
 
 
 @triton.jit
-def _scores(
-    q, k, factor, soft_cap, slope, key_position, position,
-    HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-):  # fmt: skip
+def _scores(q, k, scoring, key_position, position):
     """float32 [BLOCK_M, BLOCK_N]: q . k; with a cap or ALiBi the final scores, times log2(e)."""
+    factor, _, soft_cap, slope, HAS_CAP, HAS_ALIBI = scoring
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
     if HAS_CAP or HAS_ALIBI:
         scores *= factor
@@ -370,6 +379,20 @@ def _scores(
             scores += slope[:, None] * (key_position[None, :] - position[:, None]).to(tl.float32)
         scores *= _LOG2E
     return scores
+
+
+@triton.jit
+def ancestors_of(masks, is_row, at, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which of the BLOCK_N rows of a tree from `at` on, up to `end`, have their bits in `masks`.
+
+    `masks` are pointers [BLOCK_M, 1] to the first words.
+    """
+    word = at // 32 + tl.arange(0, BLOCK_N // 32)
+    words = tl.load(
+        masks + word[None, :], mask=is_row[:, None] & (word * 32 < end)[None, :], other=0
+    )
+    bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+    return tl.reshape(bits, [BLOCK_M, BLOCK_N]) != 0
 
 
 @triton.jit

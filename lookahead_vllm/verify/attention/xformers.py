@@ -45,7 +45,7 @@ def obstacle(call: PagedCall) -> str | None:
         return f"xformers has no heads of {head_size}, only of {', '.join(map(str, HEAD_SIZES))}"
     if call.sliding_window > 0 or call.alibi_slopes is not None:
         return "xformers has no sliding window of a tree, and no ALiBi"
-    if call.logits_soft_cap or call.sinks is not None:
+    if call.soft_cap or call.sinks is not None:
         return "xformers has no soft caps and no sinks"
     if call.context_lse is not None:
         return "xformers attends to contexts itself"

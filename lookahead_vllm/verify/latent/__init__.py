@@ -7,17 +7,14 @@ and one value, the latent. Implemented in Triton, and in plain PyTorch as the re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lookahead_vllm.verify.attention import Impl
+from lookahead_vllm.verify.attention import FP8_DTYPES, QUERY_DTYPES
+from lookahead_vllm.verify.devices import Impl, module_for
 from lookahead_vllm.verify.layout.paged_batch import PagedBatch
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class LatentCall(NamedTuple):
@@ -49,25 +46,20 @@ def latent_attention(call: LatentCall, impl: Impl = "auto") -> None:
 
     Parameters
     ----------
-    impl : {"auto", "torch", "triton"}
-        "auto" is "triton" on CUDA devices and "torch" on others.
+    impl : {"auto", "reference", "triton"}
+        "auto" is "triton" on GPUs and "reference" on CPUs.
     """
     _check(call)
     if not len(call.batch) or not call.batch.max_size:
         return
-    attend: Callable[[LatentCall], None]
-    if impl == "triton" or (impl == "auto" and call.query.device.type == "cuda"):
-        from lookahead_vllm.verify.latent.triton import attend
-    else:
-        from lookahead_vllm.verify.latent.reference import attend
-    attend(call)
+    module_for("latent", call.query.device, impl).attend(call)
 
 
 def _check(call: LatentCall) -> None:
     query, cache, output, block_table = call[:4]
     rows, heads, width = query.shape
-    is_fp8 = cache.dtype in _FP8_DTYPES
-    assert query.dtype in _DTYPES and output.dtype == query.dtype, (query.dtype, output.dtype)
+    is_fp8 = cache.dtype in FP8_DTYPES
+    assert query.dtype in QUERY_DTYPES and output.dtype == query.dtype, (query.dtype, output.dtype)
     assert is_fp8 or cache.dtype == query.dtype, (cache.dtype, query.dtype)
     assert is_fp8 == (call.cache_scale is not None)
     assert cache.ndim == 3 and cache.shape[2] == width, cache.shape

@@ -15,6 +15,7 @@ from lookahead_vllm.verify.attention.triton import (
     MAX_PARTIAL_BYTES,
     MAX_SPLITS,
     accumulate,
+    ancestors_of,
     merge_splits,
     splits_for,
 )
@@ -145,14 +146,8 @@ def _attend_latents(
                 cache, table, context + column, is_key, d, r, cache_block, cache_slot,
                 BLOCK_SIZE, RANK, ROTARY,
             )  # fmt: skip
-            word = at // 32 + tl.arange(0, BLOCK_N // 32)
-            words = tl.load(
-                masks + row[:, None] * mask_row + word[None, :],
-                mask=is_row[:, None] & (word * 32 < size)[None, :],
-                other=0,
-            )
-            bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-            attends = (tl.reshape(bits, [BLOCK_M, BLOCK_N]) != 0) & is_key[None, :]
+            own_masks = masks + row[:, None] * mask_row
+            attends = ancestors_of(own_masks, is_row, at, size, BLOCK_M, BLOCK_N) & is_key[None, :]
             scores = tl.where(attends, _scores(q, q_rotary, k, k_rotary), float("-inf"))
             row_max, row_sum, acc = accumulate(
                 scores, factor, tl.trans(k).to(q.dtype), row_max, row_sum, acc

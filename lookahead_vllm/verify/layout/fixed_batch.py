@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.tree import DraftForest, find_branching
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.verify.layout.paged_batch import CAUSAL, PagedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from lookahead_vllm.verify.transfer import staged
@@ -18,6 +21,19 @@ NO_STARTS: Int32s = np.zeros(1, np.int32)
 """Of a step without requests."""
 
 _MIN_ROWS = 3  # of a branching tree: the root and two children
+
+
+class _Room(NamedTuple):
+    """What fits into the buffers."""
+
+    entries: int
+    num_tokens: int
+    words: int
+    """Of a mask."""
+    max_size: int
+    max_context: int
+    holds_all: bool
+    """Whether each request of a step has an entry, those without a tree included."""
 
 
 class FixedBatch:
@@ -48,8 +64,6 @@ class FixedBatch:
         The buffers, with room for every step of `num_tokens` tokens.
     num_trees : int
         The branching trees of the current step. Without `contexts`, they are the first entries.
-    holds_all : bool
-        Whether the batch has all requests.
     """
 
     def __init__(
@@ -61,16 +75,16 @@ class FixedBatch:
         device: torch.device | str,
         contexts: torch.Tensor | None = None,
     ) -> None:
-        self.holds_all = contexts is not None
-        entries = min(max_requests, num_tokens if self.holds_all else num_tokens // _MIN_ROWS)
+        holds_all = contexts is not None
+        entries = min(max_requests, num_tokens if holds_all else num_tokens // _MIN_ROWS)
         max_size = min(max_size, num_tokens)
-        self._words = (max_size + 31) // 32
-        self._lengths = [*[entries] * 5, num_tokens, num_tokens * self._words, num_tokens]
-        size = sum(self._lengths)
+        words = (max_size + 31) // 32
+        lengths = [*[entries] * 5, num_tokens, num_tokens * words, num_tokens]
+        size = sum(lengths)
         self._host = staged(torch.zeros(size, dtype=torch.int32), device)
         """Written again only when the step that reads it has ended."""
         self._packed = torch.empty(size, dtype=torch.int32, device=device)
-        parts = self._packed.split(self._lengths)
+        parts = self._packed.split(lengths)
         requests, starts, sizes, own_contexts, firsts, depths, masks, tokens = parts
         self.batch = PagedBatch(
             requests,
@@ -80,12 +94,13 @@ class FixedBatch:
             firsts,
             firsts,  # all requests have trees; not read with contexts of others
             depths,
-            masks.view(num_tokens, self._words),
+            masks.view(num_tokens, words),
             tokens,
             max_size,
             max_context,
             max(1, min(entries, num_tokens // ROWS_OF_A_TREE)),
         )
+        self._room = _Room(entries, num_tokens, words, max_size, max_context, holds_all)
         self.num_trees = 0
         none = np.empty(0, np.int64)
         self.write(DraftForest.of([]), none, NO_STARTS, none)
@@ -106,12 +121,13 @@ class FixedBatch:
         ValueError
             They do not fit.
         """
-        columns, depths, masks = _NOTHING
+        none = np.empty(0, np.int64)
+        forest, requests, roots, contexts = DraftForest.of([]), none, none, none
         if trees is not None:
-            fields = (trees.requests, trees.starts, trees.sizes, trees.contexts)
-            columns = np.stack([field.numpy() for field in fields])
-            depths, masks = trees.depths.numpy(), trees.masks.numpy()
-        self._note(_write(self._host.numpy(), *self._limits, starts, columns, depths, masks))
+            forest, columns = trees.forest, (trees.requests, trees.starts, trees.contexts)
+            requests, roots, contexts = (column.long().numpy() for column in columns)
+        chosen = np.ones(len(requests), np.bool_)
+        self._write(forest, chosen, requests, starts, roots, contexts)
         self.upload()
 
     def write(
@@ -128,111 +144,61 @@ class FixedBatch:
         starts : int32 [r + 1]
             The first row of each request, then the number of rows.
         """
-        packed = self._host.numpy()
+        roots = starts[requests].astype(np.int64)
+        self._write(forest, forest.branching, requests, starts, roots, contexts)
+
+    def _write(self, forest: DraftForest, *columns: NDArray[Any]) -> None:
         nodes = forest.parents, forest.depths, forest.firsts
-        self._note(_write_forest(packed, *self._limits, *nodes, requests, starts, contexts))
+        num_trees = _write(self._host.numpy(), self._room, *nodes, *columns)
+        if num_trees < 0:
+            raise ValueError(f"the trees of a step do not fit into buffers for {self._room}")
+        self.num_trees = num_trees
 
     def upload(self) -> None:
         """Copy what was written on the host, asynchronously."""
         self._packed.copy_(self._host, non_blocking=True)
 
     @property
-    def _limits(self) -> tuple[int, int, int, int, int, bool]:
-        """The entries, rows and words of a mask in the buffers; the largest tree and context; and
-        whether all requests have entries."""
-        entries, *_, num_tokens = self._lengths
-        batch = self.batch
-        return entries, num_tokens, self._words, batch.max_size, batch.max_context, self.holds_all
-
-    def _note(self, num_trees: int) -> None:
-        if num_trees < 0:
-            raise ValueError(f"the trees of a step do not fit into buffers for {self._limits}")
-        self.num_trees = num_trees
-
-
-_NOTHING: tuple[Int32s, ...] = tuple(np.empty(shape, np.int32) for shape in ((4, 0), 0, (0, 1)))
+    def holds_all(self) -> bool:
+        """Whether the batch has all requests."""
+        return self._room.holds_all
 
 
 @kernel
 def _write(
     packed: Int32s,
-    entries: int,
-    num_tokens: int,
-    words: int,
-    max_size: int,
-    max_context: int,
-    holds_all: bool,
-    starts: Int32s,
-    columns: Int32s,
+    room: _Room,
+    parents: Int32s,
     depths: Int32s,
-    masks: Int32s,
+    firsts: Int64s,
+    chosen: NDArray[np.bool_],
+    requests: Int64s,
+    starts: Int32s,
+    roots: Int64s,
+    contexts: Int64s,
 ) -> int:
-    """Lay out t trees of n rows; returns t, or -1 if they do not fit.
+    """Lay out the chosen ones of t trees; returns their number, or -1 if they do not fit.
 
     Parameters
     ----------
     packed : int32 [5 * entries + (2 + words) * num_tokens]
-    holds_all
-        Whether each of r requests has an entry, those without a tree included.
+    chosen : bool [t]
     starts : int32 [r + 1]
-        The first row of each request, then the number of rows; read if `holds_all`.
-    columns : int32 [4, t]
-        Requests, starts, sizes and contexts.
-    depths : int32 [n]
-    masks : int32 [n, at most words]
+        The first row of each request, then the number of rows; read if the batch holds all.
+    roots : int64 [t]
+        The first row of each tree.
     """
-    num_trees = columns.shape[1]
-    if num_trees > entries or len(depths) > num_tokens:
-        return -1
-    if not _begin(packed, entries, num_tokens, words, max_size, holds_all, starts):
-        return -1
-    row_depths = packed[5 * entries :]
-    row_masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
-    row = 0
-    for tree in range(num_trees):
-        if columns[2, tree] > max_size or columns[3, tree] > max_context:
-            return -1
-        entry = columns[0, tree] if holds_all else tree
-        for column in range(4):
-            packed[column * entries + entry] = columns[column, tree]
-        packed[4 * entries + entry] = row
-        for place in range(columns[2, tree]):
-            row_depths[row] = depths[row]
-            tokens[row] = columns[1, tree] + place
-            for word in range(masks.shape[1]):
-                row_masks[row * words + word] = masks[row, word]
-            row += 1
-    return num_trees
-
-
-@kernel
-def _write_forest(
-    packed: Int32s,
-    entries: int,
-    num_tokens: int,
-    words: int,
-    max_size: int,
-    max_context: int,
-    holds_all: bool,
-    parents: Int32s,
-    depths: Int32s,
-    firsts: Int64s,
-    requests: Int64s,
-    starts: Int32s,
-    contexts: Int64s,
-) -> int:
-    """As `_write`, for the branching trees of a forest."""
-    if not _begin(packed, entries, num_tokens, words, max_size, holds_all, starts):
+    entries, num_tokens, words, max_size, max_context, holds_all = room
+    if not _begin(packed, room, starts):
         return -1
     row_depths = packed[5 * entries :]
     masks, tokens = row_depths[num_tokens:], row_depths[(1 + words) * num_tokens :]
-    branching = find_branching(parents, firsts)
     num_trees = row = 0
-    for tree in range(len(branching)):
-        if not branching[tree]:
+    for tree in range(len(chosen)):
+        if not chosen[tree]:
             continue
         first, size, request = firsts[tree], firsts[tree + 1] - firsts[tree] + 1, requests[tree]
-        entry, start = request if holds_all else num_trees, starts[request]
+        entry, start = request if holds_all else num_trees, roots[tree]
         if entry >= entries or row + size > num_tokens:
             return -1
         if size > max_size or contexts[tree] > max_context:
@@ -252,16 +218,9 @@ def _write_forest(
 
 
 @kernel
-def _begin(
-    packed: Int32s,
-    entries: int,
-    num_tokens: int,
-    words: int,
-    max_size: int,
-    holds_all: bool,
-    starts: Int32s,
-) -> bool:
+def _begin(packed: Int32s, room: _Room, starts: Int32s) -> bool:
     """Write a step without trees; False if its requests do not fit."""
+    entries, num_tokens, words, max_size, _, holds_all = room
     packed[:] = 0
     packed[5 * entries + (1 + words) * num_tokens :] = -1
     if not holds_all:

@@ -100,19 +100,11 @@ class PagedBatch:
         parts = [*map(torch.from_numpy, columns), trees.depths, trees.masks.flatten(), tokens]
         copied = to_device(torch.cat(parts), device).split([len(part) for part in parts])
         requests, starts, sizes, contexts, firsts, places, depths, masks, tokens = copied
+        masks = masks.view(trees.masks.shape)
         return cls(
-            requests,
-            starts,
-            sizes,
-            contexts,
-            firsts,
-            places,
-            depths,
-            masks.view(trees.masks.shape),
-            tokens,
-            max_size,
-            max_context,
-        )
+            requests, starts, sizes, contexts, firsts, places, depths, masks, tokens,
+            max_size, max_context,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.sizes)

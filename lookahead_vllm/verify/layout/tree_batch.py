@@ -26,6 +26,8 @@ class TreeBatch:
 
     Attributes
     ----------
+    forest : DraftForest
+        The t trees.
     requests : int32 [t]
         The request's place in the batch, which is its row of the block table.
     starts : int32 [t]
@@ -41,6 +43,7 @@ class TreeBatch:
         ancestor.
     """
 
+    forest: DraftForest
     requests: Tensor
     starts: Tensor
     sizes: Tensor
@@ -62,6 +65,7 @@ class TreeBatch:
         words = (int(sizes.max(initial=1)) + 31) // 32
         depths, masks = lay_out(forest.parents, forest.depths, forest.firsts, words)
         return cls(
+            forest,
             _int32(requests),
             _int32(starts),
             torch.from_numpy(sizes),

@@ -1,9 +1,10 @@
-"""Moves of K/V between cache slots, which make the slots of an accepted path contiguous."""
+"""Moves of K/V between slots of caches on a CPU."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from lookahead_vllm.verify import native
 from lookahead_vllm.verify.attention.cpu import keys_and_values
+from lookahead_vllm.verify.moves import SlotMover
+from lookahead_vllm.verify.native import fields, i64, pointer
 
 
-class SlotMover:
-    """Copies slots in the caches of all layers that share one block table.
+class HostMover(SlotMover):
+    """Moves slots of caches on a CPU.
 
     Parameters
     ----------
@@ -26,21 +29,9 @@ class SlotMover:
         self._num_slots = num_slots
 
     def move(self, src: Tensor, dst: Tensor) -> None:
-        """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer.
-
-        A slot is `block * block_size + offset`. The moves of a request must be in ascending order
-        of `src`, each to a `dst` below its `src`, because implementations differ: they copy one
-        slot after the other, or read all slots first. Moves of a slot to itself may be anywhere;
-        they are dropped.
-
-        Parameters
-        ----------
-        src, dst : int64 [m], on the CPU or on the caches' device
-        """
         assert src.dtype == dst.dtype == torch.int64 and src.shape == dst.shape
-        if src.device.type == "cpu":
-            moved = np.flatnonzero(src.numpy() != dst.numpy())
-            src, dst = (torch.from_numpy(slots.numpy()[moved]) for slots in (src, dst))
+        moved = np.flatnonzero(src.numpy() != dst.numpy())
+        src, dst = (torch.from_numpy(slots.numpy()[moved]) for slots in (src, dst))
         if not len(src):
             return
         slots = torch.cat((src, dst))
@@ -48,27 +39,7 @@ class SlotMover:
         self._copy(src, dst)
 
     def move_paths(self, src: Tensor, dst: Tensor) -> None:
-        """As `move`, for the paths of several requests, int64 [r, m] each."""
         self.move(src.flatten(), dst.flatten())
-
-    def read(self, slots: Tensor) -> Tensor:
-        """The contents of these slots, int64 [m], in all layers: uint8 [m, bytes of a slot]."""
-        parts = [view[place] for view, place in self._places(slots)]
-        return torch.cat([part.reshape(len(slots), -1).view(torch.uint8) for part in parts], dim=1)
-
-    def write(self, slots: Tensor, values: Tensor) -> None:
-        """Overwrite these slots, int64 [m], with the result of `read` of a cache like this one."""
-        start = 0
-        for view, place in self._places(slots):
-            part = view[place]
-            end = start + part[:1].numel() * part.element_size()
-            own = values[:, start:end].contiguous().view(part.dtype)
-            view[place] = own.view(part.shape)
-            start = end
-
-    def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
-        """Views of all caches, and the index of the slots in each of them."""
-        raise NotImplementedError
 
     def _copy(self, src: Tensor, dst: Tensor) -> None:
         """The moves of `move`, checked and without those of a slot to itself."""
@@ -76,14 +47,13 @@ class SlotMover:
             view[to] = view[source]
 
 
-class LatentMover(SlotMover):
+class LatentMover(HostMover):
     """Moves the latents of latent attention (MLA), which hold keys and values in one.
 
     Parameters
     ----------
     caches : sequence of [num_blocks, block_size, width]
-        One per layer. Any strides; block sizes and dtypes may differ. The caches must not be
-        reallocated.
+        One per layer. Any strides; block sizes and dtypes may differ.
     """
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
@@ -95,29 +65,27 @@ class LatentMover(SlotMover):
             yield cache, (slots // cache.shape[1], slots % cache.shape[1])
 
 
-class KVMover(SlotMover):
+class LayerCache(ctypes.Structure):
+    """`LayerCache` of `cpu.cpp`: the KV cache of one layer; strides in bytes."""
+
+    _fields_ = [("data", pointer), *fields(i64, "block", "head", "heads", "head_size")]
+
+
+class KVMover(HostMover):
     """Moves the K/V of all heads.
 
     Parameters
     ----------
     kv_caches : sequence of [num_blocks, num_kv_heads, block_size, 2 * head_size]
         One per layer, of 2 or 4 bytes per element, in vLLM's CPU layout (see TreeCall).
-        The first two dimensions may be strided. The caches must not be reallocated.
+        The first two dimensions may be strided.
     block_size : int
         Slots per block.
-    impl : {"auto", "torch", "native"}
-        "auto" uses the compiled kernel for CPU tensors if it is available.
     packed : bool
         The caches have vLLM's layout for `amx` and 2 bytes per element.
     """
 
-    def __init__(
-        self,
-        kv_caches: Sequence[Tensor],
-        block_size: int,
-        impl: Literal["auto", "torch", "native"] = "auto",
-        packed: bool = False,
-    ) -> None:
+    def __init__(self, kv_caches: Sequence[Tensor], block_size: int, packed: bool = False) -> None:
         for cache in kv_caches:
             _, _, size, width = cache.shape
             assert size == block_size and width % 2 == 0, cache.shape
@@ -125,19 +93,16 @@ class KVMover(SlotMover):
         element_sizes = {cache.element_size() for cache in kv_caches}
         assert len(element_sizes) <= 1 and element_sizes <= ({2} if packed else {2, 4})
         super().__init__(block_size * min((len(c) for c in kv_caches), default=0))
-        on_cpu = all(cache.device.type == "cpu" for cache in kv_caches)
-        self._library = native.load() if impl != "torch" and on_cpu else None
-        assert impl != "native" or self._library is not None, "there is no compiled kernel"
+        self._library = native.load()
         self._kv_caches = list(kv_caches)
         self._block_size = block_size
         self._packed = packed
         self._element_size = next(iter(element_sizes), 4)
-        self._layers = (native.LayerCache * len(self._kv_caches))(
+        self._layers = (LayerCache * len(self._kv_caches))(
             *(
-                native.LayerCache(
+                LayerCache(
                     cache.data_ptr(),
-                    cache.stride(0) * cache.element_size(),
-                    cache.stride(1) * cache.element_size(),
+                    *(stride * cache.element_size() for stride in cache.stride()[:2]),
                     cache.shape[1],
                     cache.shape[3] // 2,
                 )
@@ -150,16 +115,9 @@ class KVMover(SlotMover):
             super()._copy(src, dst)
             return
         self._library.lookahead_move_kv(
-            self._layers,
-            len(self._layers),
-            self._block_size,
-            self._element_size,
-            len(src),
-            src.data_ptr(),
-            dst.data_ptr(),
-            torch.get_num_threads(),
-            self._packed,
-        )
+            self._layers, len(self._layers), self._block_size, self._element_size,
+            len(src), src.data_ptr(), dst.data_ptr(), torch.get_num_threads(), self._packed,
+        )  # fmt: skip
 
     def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
         blocks, keys = slots // self._block_size, slots % self._block_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,23 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lookahead_vllm.verify.moves import SlotMover
+
 _DTYPE_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _ENTRIES = 128  # of a path, read at once
 
 
-class PagedKVMover:
-    """Copies slots in the caches of all layers that share one block table.
+class PagedKVMover(SlotMover):
+    """Moves slots one after the other; never waits for the device.
+
+    Slots are not checked, because that would synchronise. No move reads a slot that an earlier one
+    of its request has written.
 
     Parameters
     ----------
     kv_caches : sequence of [num_blocks, num_kv_heads, block_size, width]
         One per layer; heads, width and strides may differ from layer to layer. These are vLLM's
         caches on CUDA, tokens or heads first, where K and V of one token and head are contiguous.
-        The caches must not be reallocated.
     """
 
     def __init__(self, kv_caches: Sequence[Tensor]) -> None:
@@ -36,46 +40,22 @@ class PagedKVMover:
         self._groups = [_Alike(caches) for caches in alike.values()]
 
     def move(self, src: Tensor, dst: Tensor) -> None:
-        """Copy the K/V of slot `src[i]` to slot `dst[i]` in every layer, one after the other.
-
-        Parameters
-        ----------
-        src, dst : int64 [m], on the CPU or on the caches' device
-            Each is `block * block_size + offset`. No move reads a slot that an earlier one has
-            written. They are not checked, because that would synchronise.
-        """
         moves = torch.stack((src, dst)).to(self.device)
         self.move_paths(*pad(moves, (1, 0))[:, None])  # the first entry stays where it is
 
     def move_paths(self, src: Tensor, dst: Tensor) -> None:
-        """Move the K/V of the accepted paths of r requests, see `walk.Walk`.
-
-        Makes no copies, does not wait for the device, and always has the same launches for the same
-        shape, one for each layout, so they can be captured in a CUDA graph. Moves of a slot to
-        itself are skipped.
-
-        Parameters
-        ----------
-        src, dst : int64 [r, width], on the caches' device
-            The slots of `origins` and `targets`. No move of a request reads a slot that an earlier
-            one of the request has written, and requests share no slots. They are not checked.
-        """
+        """There are always the same launches for the same shape, one for each layout of a cache,
+        and no copies, so a CUDA graph can capture them."""
         assert src.dtype == dst.dtype == torch.int64 and src.device == dst.device == self.device
         assert src.shape == dst.shape and src.ndim == 2, (src.shape, dst.shape)
         if src.numel():
             for group in self._groups:
                 group.move_paths(src.contiguous(), dst.contiguous())
 
-    def read(self, slots: Tensor) -> Tensor:
-        """The contents of these slots, int64 [m], in all layers: uint8 [m, bytes of a slot]."""
+    def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
         slots = slots.to(self.device)
-        return torch.cat([group.read(slots) for group in self._groups], dim=1)
-
-    def write(self, slots: Tensor, values: Tensor) -> None:
-        """Overwrite these slots, int64 [m], with the result of `read` of a cache like this one."""
-        slots, sizes = slots.to(self.device), [group.bytes_of_a_slot for group in self._groups]
-        for group, own in zip(self._groups, values.split(sizes, dim=1), strict=True):
-            group.write(slots, own.contiguous())
+        for cache in (cache for group in self._groups for cache in group.caches):
+            yield cache, (slots // cache.shape[2], slice(None), slots % cache.shape[2])
 
 
 def move_nothing(movers: Iterable[PagedKVMover]) -> None:
@@ -89,32 +69,19 @@ class _Alike:
     """The caches of some layers, all of one device, shape, dtype and strides, as integers."""
 
     def __init__(self, caches: list[Tensor]) -> None:
-        self._caches, first = caches, caches[0]
+        self.caches, first = caches, caches[0]
         self._pointers = torch.tensor(
             [cache.data_ptr() for cache in caches], dtype=torch.int64, device=first.device
         )
-        self.bytes_of_a_slot = len(caches) * first.shape[1] * first.shape[3] * first.element_size()
 
     def move_paths(self, src: Tensor, dst: Tensor) -> None:
-        first = self._caches[0]
+        first = self.caches[0]
         heads, block_size, width = first.shape[1:]
-        _move_paths[(len(src), len(self._caches), heads)](
+        _move_paths[(len(src), len(self.caches), heads)](
             self._pointers, first, src, dst, src.shape[1], *first.stride()[:3],
             BLOCK=_ENTRIES, BLOCK_SIZE=block_size, WIDTH=width,
             PADDED=triton.next_power_of_2(width), num_warps=1,
         )  # fmt: skip
-
-    def read(self, slots: Tensor) -> Tensor:
-        blocks, keys = slots // self._caches[0].shape[2], slots % self._caches[0].shape[2]
-        parts = [cache[blocks, :, keys] for cache in self._caches]
-        return torch.stack(parts, dim=1).flatten(1).view(torch.uint8)
-
-    def write(self, slots: Tensor, values: Tensor) -> None:
-        first = self._caches[0]
-        blocks, keys = slots // first.shape[2], slots % first.shape[2]
-        layers = values.view(first.dtype).unflatten(1, (-1, first.shape[1], first.shape[3]))
-        for cache, own in zip(self._caches, layers.unbind(1), strict=True):
-            cache[blocks, :, keys] = own
 
 
 @triton.jit(do_not_specialize=["moves"], do_not_specialize_on_alignment=["src", "dst"])

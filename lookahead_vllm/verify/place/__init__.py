@@ -6,7 +6,7 @@ data on the device, and is written here: tokens, positions, starts, lengths and 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -163,8 +163,11 @@ def _pack(
                 branches[requests[tree]] = 1
 
 
-class Placer(Protocol):
-    """Writes the rows of steps, on one device."""
+class Placer:
+    """Writes the rows of steps to `rows`, from what it reads in `table`; keeps their addresses."""
+
+    def __init__(self, table: RequestTable, rows: StepRows) -> None:
+        self._place = module_for("place", rows.ids.device).Placer(table, rows)
 
     def place(
         self,
@@ -191,9 +194,4 @@ class Placer(Protocol):
         contexts_only
             `tree_lengths` has the tokens before each request's root instead.
         """
-
-
-def placer(table: RequestTable, rows: StepRows) -> Placer:
-    """Writes to `rows` what it reads from `table`; keeps their addresses."""
-    made: Placer = module_for("place", rows.ids.device).Placer(table, rows)
-    return made
+        self._place(packed, most_requests, num_filled, tree_lengths, contexts_only)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
@@ -15,29 +14,21 @@ _NONE: Int32s = np.empty(0, np.int32)
 class Placer:
     def __init__(self, table: RequestTable, rows: StepRows) -> None:
         self._read = tuple(part.numpy() for part in table[:3])
-        written = *rows[:5], *rows[6:]  # all but the slots
-        self._written = tuple(part.numpy() for part in written)
-        self._groups = [
-            (blocks.numpy(), size, slots.numpy())
-            for blocks, size, slots in zip(table.blocks, table.block_sizes, rows.slots, strict=True)
-        ]
+        self._rows = StepRows(*(part.numpy() for part in rows))
+        self._blocks = [blocks.numpy() for blocks in table.blocks]
+        self._block_sizes = table.block_sizes
 
-    def place(
-        self,
-        packed: Tensor,
-        most_requests: int,
-        num_filled: int,
-        tree_lengths: Tensor | None = None,
-        contexts_only: bool = False,
+    def __call__(
+        self, packed: Tensor, _: int, num_filled: int, tree_lengths: Tensor | None, only: bool
     ) -> None:
         split = packed.numpy()
         if split[0] < 0:
             return
         lengths = _NONE if tree_lengths is None else tree_lengths.numpy()
-        _place(split, *self._read, *self._written, num_filled, lengths, contexts_only)
-        room = len(self._written[4])
-        for blocks, size, slots in self._groups:
-            _map(split, room, self._read[0], blocks, size, slots[:num_filled])
+        _place(split, *self._read, self._rows, num_filled, lengths, only)
+        of_groups = zip(self._blocks, self._block_sizes, self._rows.slots, strict=True)
+        for blocks, size, slots in of_groups:
+            _map(split, len(self._rows.lengths), self._read[0], blocks, size, slots[:num_filled])
 
 
 @kernel
@@ -46,19 +37,12 @@ def _place(
     num_computed: Int32s,
     last_sampled: Int64s,
     drafted: Int32s,
-    ids: Int32s,
-    positions: Int64s,
-    is_padding: NDArray[np.bool_],
-    starts: Int32s,
-    lengths: Int32s,
-    row_entries: Int64s,
-    parents: Int32s,
-    places: Int32s,
-    row_depths: Int32s,
+    rows: StepRows,
     num_filled: int,
     tree_lengths: Int32s,
     contexts_only: bool,
 ) -> None:
+    ids, positions, is_padding, starts, lengths, _, row_entries, parents, places, row_depths = rows
     num_requests, num_rows = packed[0], packed[1]
     firsts, branches, entries, tokens, depths, steps = parts_of(packed, len(lengths))
     for request in range(num_requests):

@@ -12,17 +12,9 @@ from lookahead_vllm.verify.place import RequestTable, StepRows
 _BLOCK = 64
 _COUNTS = ["room_for_requests", "room_for_rows", "num_filled", "slots_stride", "drafted_stride"]
 _BUFFERS = [
-    "packed",
-    "drafted",
-    "ids",
-    "positions",
-    "is_padding",
-    "starts",
-    "lengths",
-    "slots",
-    "row_entries",
+    *("packed", "drafted", "ids", "positions", "is_padding", "starts", "lengths", "slots"),
+    *("row_entries", "parents", "places", "depths"),
 ]
-_BUFFERS += ["parents", "places", "depths"]
 
 
 class Placer:
@@ -36,13 +28,13 @@ class Placer:
             torch.tensor(table.block_sizes, dtype=torch.int32, device=device),
         )
 
-    def place(
+    def __call__(
         self,
         packed: Tensor,
         most_requests: int,
         num_filled: int,
-        tree_lengths: Tensor | None = None,
-        contexts_only: bool = False,
+        tree_lengths: Tensor | None,
+        contexts_only: bool,
     ) -> None:
         table, rows = self._table, self._rows
         _place[(most_requests + 1,)](

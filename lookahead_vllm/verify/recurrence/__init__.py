@@ -11,7 +11,8 @@ States are rounded to the cache's dtype at every node, and read back, as in plai
 gives the states that plain decode gives, and a tree those of its paths. The formulas and the order
 of sums are those of vLLM's kernels for one token; the tests compare bits. Arguments have the shapes
 that vLLM's layers pass to their own kernels. On a GPU nothing waits for the device, and all
-launches depend only on shapes, so a CUDA graph may contain them.
+launches depend only on shapes, so a CUDA graph may contain them. On a CPU, a ValueError tells which
+rule of `StateRows` is broken.
 """
 
 from __future__ import annotations
@@ -23,6 +24,17 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.verify.devices import module_for
+
+
+class Filter(NamedTuple):
+    """The kernel of a causal convolution."""
+
+    weight: Tensor
+    """[dim, width], not packed for a kernel of vLLM's; `width` is 2 to 8."""
+    bias: Tensor | None
+    """[dim]"""
+    is_silu: bool
+    """Whether SiLU follows."""
 
 
 class StateRows(NamedTuple):
@@ -69,9 +81,8 @@ def convolution(
         The layer's cache, `length` at least `width - 2` + the rows of any request. Any strides:
         vLLM's layouts are (slots, dim, length) and the transpose of (slots, length, dim). Request i
         reads `width - 1` entries from `accepted - 1` on, in slot `columns[i, 0]`.
-    weight : [dim, width]
-        Not packed for a kernel of vLLM's. `width` is 2 to 8.
-    bias : [dim] or None
+    weight, bias
+        As in `Filter`.
     activation : {"silu", "swish", None}
     trees : StateRows
 
@@ -85,9 +96,8 @@ def convolution(
     assert x.shape[1:] == (dim,) and window.shape[1:2] == (dim,) and 2 <= width <= 8
     assert x.stride(1) == 1 and window.ndim == 3 and activation in ("silu", "swish", None)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    module_for("recurrence", x.device).convolution(
-        x, window, weight, bias, activation is not None, trees, out
-    )
+    own = Filter(weight, bias, activation is not None)
+    module_for("recurrence", x.device).convolution(x, window, own, trees, out)
     return out
 
 
@@ -130,7 +140,7 @@ def mamba2(state: Tensor, inputs: Mamba2, trees: StateRows, out: Tensor) -> None
     _check_state(state)
     assert x.shape == (len(x), heads, dim) == out.shape
     assert B.shape == C.shape == (len(x), B.shape[1], dstate) and heads % B.shape[1] == 0
-    of_heads = inputs._replace(
+    of_heads = inputs._replace(  # what a device's module gets
         dt=_by_head(dt, x.shape, "dt"),
         A=_by_head(A, state.shape[1:], "A"),
         D=_by_head(D, (heads, dim), "D"),
@@ -210,9 +220,8 @@ class StateMover:
         for state in states:
             _check_state(state)
         devices = {t.device for t in (*states, *windows)}
-        self._move = module_for("recurrence", devices.pop()).Mover(
-            list(states), list(windows), width
-        )
+        module = module_for("recurrence", devices.pop())
+        self._move = module.Mover(list(states), list(windows), width)
 
     def commit(self, columns: Tensor, paths: Tensor, lengths: Tensor, stops: Tensor) -> None:
         """Move each accepted path to where the next step reads it, with `accepted = lengths`.

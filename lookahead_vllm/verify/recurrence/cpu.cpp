@@ -18,7 +18,7 @@
 
 extern "C" {
 
-// `StateRows` of recurrence.py, and the limits of the caller's tensors.
+// `StateRows` of `__init__.py`, and the limits of the caller's tensors.
 struct Forest {
   int64_t requests, rows, slots;
   const int32_t *starts, *parents, *columns;

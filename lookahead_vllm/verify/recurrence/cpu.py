@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.verify import native
-from lookahead_vllm.verify.recurrence import GatedDelta, Mamba2, StateRows
+from lookahead_vllm.verify.native import f32, fields, i32, i64, pointer
+from lookahead_vllm.verify.recurrence import Filter, GatedDelta, Mamba2, StateRows
 
 KEYS_FIRST = True
 """The layout of gated_delta's states."""
@@ -27,14 +28,65 @@ _RULES = (
 )
 
 
-def mamba2(state: Tensor, inputs: Mamba2, trees: StateRows, out: Tensor) -> None:
-    """See `recurrence.mamba2`; dt is [n, heads], A, D and dt_bias are [heads].
+class Forest(ctypes.Structure):
+    """`Forest` of `cpu.cpp`: StateRows; strides in elements."""
 
-    Raises
-    ------
-    ValueError
-        `trees` breaks a rule of `StateRows`.
-    """
+    _fields_ = [
+        *fields(i64, "requests", "rows", "slots"),
+        *fields(pointer, "starts", "parents", "columns"),
+        *fields(i64, "num_columns", "column_row", "column_step"),
+        ("accepted", pointer),
+    ]
+
+
+class Mamba2Call(ctypes.Structure):
+    """`Mamba2Call` of `cpu.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("state", pointer),
+        ("slot", i64),
+        *fields(pointer, "x", "B", "C"),
+        *fields(i64, "x_row", "bc_row"),
+        *fields(pointer, "dt", "A", "D", "dt_bias"),
+        ("out", pointer),
+        ("out_row", i64),
+        *fields(i32, "heads", "groups", "dim", "dstate"),
+        ("threads", i32),
+    ]
+
+
+class DeltaCall(ctypes.Structure):
+    """`DeltaCall` of `cpu.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("state", pointer),
+        ("slot", i64),
+        *fields(pointer, "q", "k", "v"),
+        *fields(i64, "q_row", "q_head", "k_row", "k_head", "v_row", "v_head"),
+        *fields(pointer, "a", "b", "A_log", "dt_bias"),
+        ("out", pointer),
+        ("out_row", i64),
+        ("out_head", i64),
+        *fields(i32, "key_heads", "heads", "key_size", "value_size"),
+        ("scale", f32),
+        ("threads", i32),
+    ]
+
+
+class ConvolutionCall(ctypes.Structure):
+    """`ConvolutionCall` of `cpu.cpp`; strides in elements."""
+
+    _fields_ = [
+        ("window", pointer),
+        *fields(i64, "slot", "channel", "entry"),
+        ("x", pointer),
+        ("x_row", i64),
+        *fields(pointer, "weight", "bias", "out"),
+        *fields(i32, "dim", "width", "silu", "threads"),
+    ]
+
+
+def mamba2(state: Tensor, inputs: Mamba2, trees: StateRows, out: Tensor) -> None:
     x, dt, A, B, C, D, dt_bias = inputs
     library = _library(state, x, B, C, out)
     heads, dim, dstate = state.shape[1:]
@@ -43,7 +95,7 @@ def mamba2(state: Tensor, inputs: Mamba2, trees: StateRows, out: Tensor) -> None
         B, C = B.contiguous(), C.contiguous()
     dt, A, D, dt_bias = map(_floats, (dt, A, D, dt_bias))
     _need_strided_rows(out)
-    call = native.Mamba2Call(
+    call = Mamba2Call(
         state.data_ptr(), state.stride(0),
         *map(_address, (x, B, C)), x.stride(0), B.stride(0),
         *map(_address, (dt, A, D, dt_bias)), out.data_ptr(), out.stride(0),
@@ -53,20 +105,13 @@ def mamba2(state: Tensor, inputs: Mamba2, trees: StateRows, out: Tensor) -> None
 
 
 def gated_delta(state: Tensor, inputs: GatedDelta, trees: StateRows, out: Tensor) -> None:
-    """See `recurrence.gated_delta`.
-
-    Raises
-    ------
-    ValueError
-        `trees` breaks a rule of `StateRows`.
-    """
     q, k, v, a, b, A_log, dt_bias = inputs
     library = _library(state, q, k, v, out)
     key_heads, key_size = q.shape[1:]
     heads, value_size = v.shape[1:]
     a, b = (gate.to(q.dtype).contiguous() for gate in (a, b))
     A_log, dt_bias = _floats(A_log), _floats(dt_bias)
-    call = native.DeltaCall(
+    call = DeltaCall(
         state.data_ptr(), state.stride(0), *map(_address, (q, k, v)),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         *map(_address, (a, b, A_log, dt_bias)), out.data_ptr(), *out.stride()[:2],
@@ -75,25 +120,10 @@ def gated_delta(state: Tensor, inputs: GatedDelta, trees: StateRows, out: Tensor
     _run(library.lookahead_gated_delta, call, trees, state, q)
 
 
-def convolution(
-    x: Tensor,
-    window: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    is_silu: bool,
-    trees: StateRows,
-    out: Tensor,
-) -> None:
-    """See `recurrence.convolution`; `out` is contiguous and zero.
-
-    Raises
-    ------
-    ValueError
-        `trees` breaks a rule of `StateRows`.
-    """
+def convolution(x: Tensor, window: Tensor, own: Filter, trees: StateRows, out: Tensor) -> None:
     library = _library(window, x)
-    weight, bias = _floats(weight.T.to(x.dtype)), _floats(bias)
-    _convolve(library, x, window, weight, len(weight), bias, is_silu, trees, out)
+    taps = Filter(_floats(own.weight.T.to(x.dtype)), _floats(own.bias), own.is_silu)
+    _convolve(library, x, window, len(taps.weight), taps, trees, out)
 
 
 def path_windows(x: Tensor, window: Tensor, width: int, trees: StateRows) -> Tensor:
@@ -124,13 +154,11 @@ def path_windows(x: Tensor, window: Tensor, width: int, trees: StateRows) -> Ten
         raise ValueError(f"width is {width}; it may be 2 to 8")
     library = _library(window, x)
     out = torch.zeros(len(x), width - 1, x.shape[1], dtype=window.dtype)
-    _convolve(library, x, window, None, width, None, False, trees, out)
+    _convolve(library, x, window, width, None, trees, out)
     return out.transpose(1, 2)
 
 
 class Mover:
-    """See `recurrence.StateMover`."""
-
     def __init__(self, states: list[Tensor], windows: list[Tensor], width: int) -> None:
         self._states, self._windows, self._width = states, windows, width
 
@@ -168,17 +196,12 @@ def _library(cache: Tensor, *rows: Tensor) -> ctypes.CDLL:
 
 
 def _convolve(
-    library: ctypes.CDLL,
-    x: Tensor,
-    window: Tensor,
-    weight: Tensor | None,
-    width: int,
-    bias: Tensor | None,
-    is_silu: bool,
-    trees: StateRows,
-    out: Tensor,
-) -> None:
-    call = native.ConvolutionCall(
+    library: ctypes.CDLL, x: Tensor, window: Tensor, width: int, taps: Filter | None,
+    trees: StateRows, out: Tensor,
+) -> None:  # fmt: skip
+    """With `taps` of [width, dim]; without, `out` gets the inputs."""
+    weight, bias, is_silu = taps or (None, None, False)
+    call = ConvolutionCall(
         window.data_ptr(), *window.stride(), x.data_ptr(), x.stride(0),
         *map(_address, (weight, bias, out)), x.shape[1], width, is_silu, torch.get_num_threads(),
     )  # fmt: skip
@@ -196,7 +219,7 @@ def _run(
     starts, parents, columns, accepted = trees
     starts, parents, accepted = (part.contiguous() for part in (starts, parents, accepted))
     most = columns.shape[1]
-    forest = native.Forest(
+    forest = Forest(
         len(starts) - 1, len(rows), len(state), starts.data_ptr(), parents.data_ptr(),
         columns.data_ptr(), most if most_rows is None else min(most, most_rows), *columns.stride(),
         accepted.data_ptr(),

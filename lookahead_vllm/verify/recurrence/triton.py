@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lookahead_vllm.verify.recurrence import GatedDelta, Mamba2, StateRows
+from lookahead_vllm.verify.recurrence import Filter, GatedDelta, Mamba2, StateRows
 
 KEYS_FIRST = False
 """The layout of gated_delta's states."""
@@ -29,16 +29,8 @@ _BY_STEP = ["starts", "parents", "columns", "accepted"]
 _DTYPE_OF_SIZE = {2: torch.int16, 4: torch.int32}
 
 
-def convolution(
-    x: Tensor,
-    window: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    is_silu: bool,
-    trees: StateRows,
-    out: Tensor,
-) -> None:
-    """See `recurrence.convolution`; `out` is contiguous and zero."""
+def convolution(x: Tensor, window: Tensor, own: Filter, trees: StateRows, out: Tensor) -> None:
+    weight, bias, is_silu = own
     dim, width = weight.shape
     _convolve[(len(trees.starts) - 1, triton.cdiv(dim, _CHANNELS))](
         *_arguments(trees), x, x.stride(0), window, *window.stride(), weight, *weight.stride(),
@@ -49,7 +41,6 @@ def convolution(
 
 
 def mamba2(state: Tensor, inputs: Mamba2, trees: StateRows, out: Tensor) -> None:
-    """See `recurrence.mamba2`; dt is [n, heads], A, D and dt_bias are [heads]."""
     x, dt, A, B, C, D, dt_bias = inputs
     heads, dim, dstate = state.shape[1:]
     block, warps = _mamba2_launch(dstate, state.device)
@@ -63,7 +54,6 @@ def mamba2(state: Tensor, inputs: Mamba2, trees: StateRows, out: Tensor) -> None
 
 
 def gated_delta(state: Tensor, inputs: GatedDelta, trees: StateRows, out: Tensor) -> None:
-    """See `recurrence.gated_delta`."""
     q, k, v, a, b, A_log, dt_bias = inputs
     heads, value_size, key_size = state.shape[1:]
     block = min(triton.next_power_of_2(value_size), _VALUES)
@@ -77,7 +67,7 @@ def gated_delta(state: Tensor, inputs: GatedDelta, trees: StateRows, out: Tensor
 
 
 class Mover:
-    """See `recurrence.StateMover`; two launches for all layers."""
+    """Two launches for all layers."""
 
     def __init__(self, states: list[Tensor], windows: list[Tensor], width: int) -> None:
         self._tensors = states, windows

@@ -21,14 +21,8 @@ def walk_rows(rows: Sequence[Tensor], cu_num_logits: Tensor, out: Walk) -> None:
     """
     ids, sampled, parents, logits_indices = rows
     width = out.tokens.shape[1]
-    most = _walk(
-        ids.long().numpy(),
-        sampled.numpy(),
-        parents.numpy(),
-        cu_num_logits.numpy(),
-        logits_indices.long().numpy(),
-        *(part.numpy() for part in out),
-    )
+    read = ids.long(), sampled, parents, cu_num_logits, logits_indices.long()
+    most = _walk(*(part.numpy() for part in read), Walk(*(part.numpy() for part in out)))
     if most > width:
         raise ValueError(f"a request has {most} logits rows, more than the width of {width}")
 
@@ -40,15 +34,12 @@ def _walk(
     parents: Int32s,
     cu_num_logits: Int32s,
     logits_indices: Int64s,
-    tokens: Int64s,
-    num_sampled: Int32s,
-    order: Int64s,
-    origins: Int64s,
-    targets: Int64s,
+    out: Walk,
 ) -> int:
     """Returns the most rows of a request; requests with more rows than fit are left out."""
     most = 0
     depths = np.empty(len(ids), np.int32)  # -1: rejected
+    tokens, num_sampled, order, origins, targets = out
     tokens[:] = 0
     for row in range(len(order)):
         order[row] = row

@@ -23,7 +23,7 @@ from lookahead_vllm.engine.worker.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.worker.recurrent import RequestStates
 from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.verify.devices import ON_CPUS, ON_GPUS
-from lookahead_vllm.verify.place import Split, placer
+from lookahead_vllm.verify.place import Placer, Split
 from tests.engine.model_runner import test_node_history
 from tests.engine.worker import test_gpu_attention
 from tests.support.attention_cases import PagedAttentionCase, random_tree
@@ -90,6 +90,7 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(module, name, partial(getattr(module, name), impl="triton"))
     monkeypatch.setattr(gpu_worker, "is_recurrent", lambda layer: layer == "recurrent")
     monkeypatch.setattr("vllm.v1.worker.gpu.buffer_utils.UvaBuffer", UvaBuffer)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     runner: Any = object.__new__(gpu_worker.LookaheadGPUModelRunner)
     runner.drafter = SimpleNamespace(may_branch=True)
     speculation = SimpleNamespace(lookahead_options=LookaheadOptions(attention="triton"))
@@ -111,7 +112,8 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
     runner.rejection_sampler = SimpleNamespace(history=NodeHistory(sampler))
     shape = runner._shape = object.__new__(LateShape)
     table, shape._rows = test_place.random_case(0).table, test_place.stale_rows(1)
-    shape._placer, shape.split = placer(table, shape._rows), Split(np.zeros(99, np.int32), 7)
+    shape._placer = Placer(table, shape._rows)
+    shape.split = shape._with_slots = Split(np.zeros(99, np.int32), 7)
     shape._memory = SimpleNamespace(uva=lambda: torch.from_numpy(shape.split.packed))
     runner.compile_kernels()
     assert {name for name, own in launches.items() if not own.calls} == BY_STEPS

@@ -18,7 +18,7 @@ from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from tests.support.attention_cases import ROUNDING, AttentionCase, random_tree
 
 native_only = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
-IMPLS = ["torch", pytest.param("native", marks=native_only)]
+IMPLS = ["reference", pytest.param("cpu", marks=native_only)]
 
 
 @st.composite
@@ -64,10 +64,10 @@ def test_every_head_size_and_every_number_of_rows(dtype):
         options = {"dtype": dtype, "packed": packed}
         for head_size in (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512):
             tree = random_tree(np.random.default_rng(head_size), 6)
-            AttentionCase([tree], [33], head_size=head_size, **options).check("native")
+            AttentionCase([tree], [33], head_size=head_size, **options).check("cpu")
         for nodes in range(30):
             tree = random_tree(np.random.default_rng(nodes), nodes)
-            AttentionCase([tree], [20], heads=1, kv_heads=1, **options).check("native")
+            AttentionCase([tree], [20], heads=1, kv_heads=1, **options).check("cpu")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -85,7 +85,7 @@ def test_threads_that_split_the_context_give_the_same(threads, window):
     try:
         tree = random_tree(np.random.default_rng(2), 9)
         case = AttentionCase([tree, tree], [1500, 3], block_size=32, window=window, sinks=True)
-        case.check("native")
+        case.check("cpu")
     finally:
         torch.set_num_threads(before)
 
@@ -186,7 +186,7 @@ before = len(os.listdir("/proc/self/task"))
 cache, table = torch.randn(9, 3, 128, 64), torch.arange(9).int()[None]
 batch = TreeBatch.build([DraftTree.chain(range(7))], [0], [0], [1000])
 query = torch.randn(8, 3, 32)
-tree_attention(TreeCall(query, cache, query.clone(), table, batch, 1.0), "native")
+tree_attention(TreeCall(query, cache, query.clone(), table, batch, 1.0), "cpu")
 assert before >= 3
 assert len(os.listdir("/proc/self/task")) == before
 """

@@ -126,8 +126,8 @@ def attend_contexts(call: PagedCall) -> torch.Tensor:
             for cache in (call.key_cache, call.value_cache)
         )
         scores = torch.einsum("qhd,khd->hqk", call.query[own].double(), keys) * call.scale
-        if call.logits_soft_cap:
-            scores = call.logits_soft_cap * torch.tanh(scores / call.logits_soft_cap)
+        if call.soft_cap:
+            scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
         lse[:, own] = scores.logsumexp(-1).float()
         output[own] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(output.dtype)
     return lse

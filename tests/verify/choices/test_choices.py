@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_vllm.verify import choices, native
-from lookahead_vllm.verify.choices import top_choices
+from lookahead_vllm.verify import native
+from lookahead_vllm.verify.choices import reference, top_choices
 
-IMPLS = ["torch", pytest.param("native", marks=pytest.mark.skipif(
+IMPLS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(
     not native.available(), reason="no C++ compiler"))]  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_logits_are_copied_in_pieces(piece_rows, largest, dtype, monkeypatch):
     torch.manual_seed(0)
     logits = torch.stack([torch.randperm(vocab) for _ in range(7)]).to(dtype)
     rows = np.array([0, 1, 3, 6, 2, 2, 4, 5, 6, 0], np.int64)
-    whole = top_choices(logits, rows, 4, impl="torch")
+    whole = top_choices(logits, rows, 4, impl="reference")
     copied, topk = [], torch.Tensor.topk
 
     def watched(self, *args):
@@ -49,8 +49,8 @@ def test_logits_are_copied_in_pieces(piece_rows, largest, dtype, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "topk", watched)
     limit = int(piece_rows * vocab * logits.element_size())
-    monkeypatch.setattr(choices, "MAX_PIECE_BYTES", limit)
-    pieces = top_choices(logits, rows, 4, impl="torch")
+    monkeypatch.setattr(reference, "MAX_PIECE_BYTES", limit)
+    pieces = top_choices(logits, rows, 4, impl="reference")
     assert np.array_equal(pieces.tokens, whole.tokens)
     assert np.array_equal(pieces.gaps, whole.gaps)
     assert max(copied) == (largest, vocab) and sum(n for n, _ in copied) == len(rows)

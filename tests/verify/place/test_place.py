@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest, DraftTree
-from lookahead_vllm.verify.place import NO_ENTRY, NO_SLOT, RequestTable, Split, StepRows, placer
+from lookahead_vllm.verify.place import NO_ENTRY, NO_SLOT, Placer, RequestTable, Split, StepRows
 from tests.support.attention_cases import random_tree
 
 ENTRIES, ROWS = 7, 90
@@ -136,14 +136,14 @@ def no_lengths() -> torch.Tensor:
 def test_every_row_is_where_its_request_is(seed: int, most: int, groups: int) -> None:
     case = random_case(seed, most, groups, most_requests=1 if most == 70 else ENTRIES)
     rows, lengths = stale_rows(groups), no_lengths()
-    placer(case.table, rows).place(*arguments_of(case), lengths)
+    Placer(case.table, rows).place(*arguments_of(case), lengths)
     check(case, rows, lengths)
 
 
 @pytest.mark.interpreted("too")
 def test_the_lengths_of_trees_may_be_contexts_alone() -> None:
     case, rows, lengths = random_case(5), stale_rows(1), no_lengths()
-    placer(case.table, rows).place(*arguments_of(case), lengths, contexts_only=True)
+    Placer(case.table, rows).place(*arguments_of(case), lengths, contexts_only=True)
     check(case, rows, expected(case)[1])
     unused = [0] * (ENTRIES - len(case.entries))
     assert lengths.tolist() == [*case.table.num_computed[case.entries].tolist(), *unused]
@@ -154,7 +154,7 @@ def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
     case, rows, lengths = random_case(3), stale_rows(1), no_lengths()
     split = case.split
     split.clear()
-    placer(case.table, rows).place(torch.from_numpy(split.packed), ENTRIES, ROWS, lengths)
+    Placer(case.table, rows).place(torch.from_numpy(split.packed), ENTRIES, ROWS, lengths)
     for ours, before in zip((*rows, lengths), (*stale_rows(1), no_lengths()), strict=True):
         assert ours.tolist() == before.tolist()
 
@@ -163,5 +163,5 @@ def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
 def test_a_step_in_a_graph_without_trees_has_no_lengths_of_trees() -> None:
     case = random_case(3)
     rows = stale_rows(1)
-    placer(case.table, rows).place(*arguments_of(case))
+    Placer(case.table, rows).place(*arguments_of(case))
     check(case, rows, expected(case)[1])
