@@ -72,6 +72,9 @@ class Simulation:
             token_us=options.token_us,
             steps=options.steps,
             host_delay_ms=options.host_delay_ms,
+            waits=method.waits,
+            drafter=method.drafter,
+            prefix_caching=options.prefix_caching,
             graphs=options.graphs,
         )
         environment = {

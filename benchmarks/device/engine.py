@@ -43,6 +43,8 @@ MODEL = dict(
 PROMPT_TOKENS, WARM_UP = 300, 400
 COUNTED_STEPS = 20
 """Steps after the measured ones, in which operators are counted."""
+CHAIN_TOKENS, DRAFTER_SHARE = 3, 0.05
+"""What the drafter proposes, and the time of a pass of it, as a share of the model's."""
 MAX_TOKENS = MAX_POSITIONS - PROMPT_TOKENS - 1
 
 
@@ -60,6 +62,11 @@ class Job:
     token_us: float
     steps: int
     host_delay_ms: float
+    waits: bool
+    """Whether steps are prepared only when their drafts are known."""
+    drafter: bool
+    """Whether a trained drafter's chain is in the trees."""
+    prefix_caching: bool
     graphs: bool
     """Whether lookahead's steps run in graphs; see `graphs.py`."""
 
@@ -110,13 +117,19 @@ def make_llm(job: Job) -> Any:
         speculation["speculative_config"] = method
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL))
+        if job.drafter:
+            speculation["speculative_config"]["drafter"] = {
+                "method": "draft_model",
+                "model": folder,
+                "num_speculative_tokens": CHAIN_TOKENS,
+            }
         return LLM(
             model=folder,
             load_format=stand_ins.LOAD_FORMAT,
             skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,
-            enable_prefix_caching=False,
+            enable_prefix_caching=job.prefix_caching,
             kv_cache_memory_bytes=512 << 20,
             max_model_len=MAX_POSITIONS,
             max_num_seqs=job.batch_size,
@@ -183,11 +196,13 @@ def measure(job: Job) -> Callable[[], Measurement]:
     def seconds_of(num_tokens: int) -> float:
         return 1e-3 * job.device_ms + 1e-6 * job.token_us * num_tokens
 
-    stand_ins.register_model(device, work, text, seconds_of)
+    stand_ins.register_model(device, work, text, seconds_of, DRAFTER_SHARE)
     engine: Any = make_llm(job).llm_engine
     core = engine.engine_core.engine_core
     if job.host_delay_ms:
         core.scheduler.schedule = delayed(core.scheduler.schedule, 1e-3 * job.host_delay_ms)
+    if job.waits:
+        core.model_executor.driver_worker.worker.model_runner._shape.is_possible = False
 
     def run() -> Measurement:
         params = SamplingParams(
@@ -200,12 +215,12 @@ def measure(job: Job) -> Callable[[], Measurement]:
             steps.run()
         for _ in range(WARM_UP):
             steps.run()
-        first, before, begin = len(device.launches), steps.num_tokens, time.thread_time()
+        first, before, begin = len(of_model(device)), steps.num_tokens, time.thread_time()
         work.stand_ins = work.polled = 0.0
         for _ in range(job.steps):
             steps.run()
         seconds = time.thread_time() - begin, work.polled, work.stand_ins
-        emitted, launches = steps.num_tokens - before, device.launches[first - 1 :]
+        emitted, launches = steps.num_tokens - before, of_model(device)[first - 1 :]
         work.launches = work.operators = 0
         with work.counting_operators():
             for _ in range(COUNTED_STEPS):
@@ -213,6 +228,11 @@ def measure(job: Job) -> Callable[[], Measurement]:
         return summary(job, launches, emitted, seconds, work)
 
     return run
+
+
+def of_model(device: SimulatedDevice) -> list[Launch]:
+    """The launches of the model; a drafter's have no tokens."""
+    return [launch for launch in device.launches if launch.tokens]
 
 
 def summary(

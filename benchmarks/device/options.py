@@ -25,6 +25,11 @@ engine core, in one process, with the kernels for CPUs.
     plain          plain vLLM on Model Runner V2
     lookahead      with --nodes above 0, from the trie
     hybrid         the same, from the trie and the model's choices
+    waiting        lookahead in steps that vLLM prepares only when the drafts are known: with
+                   prompts, adapters, M-RoPE, prompt embeddings or several replicas
+    drafter        lookahead with a trained drafter, whose three tokens are right three times in
+                   four each; a pass of it takes 5 % of the model's time, and its launches are in
+                   no figure but the length of a step
   nodes:
     0              the default options, and a text without patterns, in which no node pays
     4, 16, ...     up to that many nodes for each request in every step (`budget`), in a text
@@ -140,6 +145,11 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="MS",
         help="keep the host busy for this time before each step, to see what that costs",
+    )
+    add(
+        "--prefix-caching",
+        action="store_true",
+        help="with vLLM's prefix caching, which hashes each full block",
     )
     add(
         "--graphs",

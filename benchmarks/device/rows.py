@@ -16,12 +16,18 @@ class Method(NamedTuple):
     lookahead: bool
     proposer: str | None = None
     """None for the one that lookahead chooses."""
+    waits: bool = False
+    """Whether its steps are prepared only when their drafts are known."""
+    drafter: bool = False
+    """Whether a trained drafter's chain is in its trees."""
 
 
 METHODS = {
     "plain": Method(lookahead=False),
     "lookahead": Method(lookahead=True),
     "hybrid": Method(lookahead=True, proposer="hybrid"),
+    "waiting": Method(lookahead=True, waits=True),
+    "drafter": Method(lookahead=True, drafter=True),
 }
 
 

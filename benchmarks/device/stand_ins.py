@@ -77,8 +77,11 @@ def register_model(
     work: HostWork,
     text: Text,
     seconds_of: Callable[[int], float],
+    drafter_share: float,
 ) -> None:
     """Make the load format "simulated": a model whose forward pass the device runs.
+
+    A second model, the drafter, writes the same text, except that every fourth token is wrong.
 
     Parameters
     ----------
@@ -90,6 +93,8 @@ def register_model(
         What the model writes.
     seconds_of : callable
         The device's time for a forward pass over a number of tokens.
+    drafter_share
+        The drafter's time, as a share of the model's for a single token.
     """
     import torch
     from vllm.model_executor.model_loader import register_model_loader
@@ -107,6 +112,13 @@ def register_model(
         device.launch(seconds_of(len(input_ids)), len(input_ids))
         return states(rule.next_tokens(input_ids, positions))
 
+    def forward_of_drafter(input_ids: Any, positions: Any, *_: Any, **__: Any) -> Any:
+        device.launch(drafter_share * seconds_of(1))
+        tokens = rule.next_tokens(input_ids, positions)
+        return states((tokens + ((input_ids + positions) % 4 == 0)) % VOCABULARY)
+
+    forwards = iter((work.kernel(forward, 0), work.kernel(forward_of_drafter, 0)))
+
     def compute_logits(hidden: Any, *_: Any, **__: Any) -> Any:
         logits = torch.zeros(len(hidden), VOCABULARY)
         return logits.scatter_(1, hidden[:, :1].long(), 1.0)
@@ -115,6 +127,6 @@ def register_model(
     class SimulatedModelLoader(DummyModelLoader):
         def load_model(self, *args: Any, **kwargs: Any) -> Any:
             model = super().load_model(*args, **kwargs)
-            model.forward = work.kernel(forward, 0)
+            model.forward = next(forwards)
             model.compute_logits = work.kernel(compute_logits)
             return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,6 +180,24 @@ def test_garbage_in_a_stream_is_refused(
     assert len(refused) == 2  # one of each replica
 
 
+def test_a_server_that_is_killed_ten_times_costs_two_lines_each(
+    engines: Callable[..., Engine], server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=exchange_module.logger.name)
+    first, second = engines(), engines()
+    for _ in range(10):
+        server.kill()
+        first.answer()
+        time.sleep(0.15)
+        server.start()
+        assert wait(lambda: not first.exchange._complaint and not second.exchange._complaint)
+    first.answer()
+    assert second.learns()
+    lost = [r for r in caplog.records if "does not share" in r.message]
+    found = [r for r in caplog.records if "shares with other servers again" in r.message]
+    assert 2 <= len(lost) <= 20 and len(found) == len(lost)
+
+
 def test_no_step_waits_for_a_server_that_hangs(
     engines: Callable[..., Engine], server: RedisServer
 ) -> None:
@@ -217,6 +236,25 @@ def test_what_waits_for_a_missing_server_is_bounded(
     assert wait(lambda: engine.exchange.traffic.published > 0)
     assert engine.exchange.traffic.published + engine.exchange.traffic.dropped == 100 * len(ANSWER)
     engine.exchange.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [(("--maxmemory", "1"), "OutOfMemory"), (("--requirepass", "secret"), "Authentication")],
+)
+def test_a_server_that_refuses_is_named_once(
+    setting: tuple[str, str], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RedisServer(tmp_path, *setting)
+    engine = Engine(server.url)
+    for _ in range(5):
+        engine.answer()
+        time.sleep(0.1)
+    engine.exchange.close()
+    server.kill()
+    (line,) = [r.getMessage() for r in caplog.records if "does not share" in r.getMessage()]
+    assert reason in line
+    assert engine.exchange.traffic.published == 0
 
 
 RIGHTS = ["ping", "xadd", "expire", "xrange", "xrevrange", "time"]
@@ -300,6 +338,20 @@ def test_a_restarted_replica_does_not_learn_its_own_answers_again(
     assert restarted.exchange.traffic.learned == 0
 
 
+def test_a_key_that_is_no_stream_stops_only_its_namespace(
+    engines: Callable[..., Engine], server: RedisServer
+) -> None:
+    server.client().set(f"lookahead:test:{digest_of('evil')}", b"x")
+    first, second = engines(), engines()
+    second.drafts("evil")
+    first.answer()
+    assert second.learns()
+    second.drafts("evil")
+    first.answer(namespace="team-a")
+    assert second.learns("team-a")
+    assert not second.exchange._complaint
+
+
 def teaches(first: Engine, second: Engine, seconds: float) -> bool:
     """Whether the second one learns an answer that the first one repeats until then."""
 
@@ -350,6 +402,17 @@ def test_replicas_follow_an_address_to_another_server(
     second.exchange.close()
 
 
+def test_replicas_share_when_their_server_is_promoted(
+    engines: Callable[..., Engine], server: RedisServer
+) -> None:
+    server.client().replicaof("127.0.0.1", "1")
+    first, second = engines(), engines()
+    first.answer()
+    assert wait(lambda: first.exchange.traffic.dropped == len(ANSWER))
+    server.client().replicaof("NO", "ONE")
+    assert teaches(first, second, seconds=30.0)
+
+
 def set_clock_ahead(server: RedisServer) -> None:
     """Give the streams the ids of a server whose clock is an hour ahead."""
     client, later = server.client(), int(1000 * (time.time() + 3600))
@@ -380,3 +443,22 @@ def test_positions_of_another_clock_are_forgotten(
     assert teaches(first, second, seconds=30.0)
     assert wait(lambda: not second.exchange._complaint)
     assert second.exchange.traffic.lag_seconds == pytest.approx(0, abs=5)
+
+
+def test_positions_in_a_cache_file_count_only_if_their_messages_are_there(
+    engines: Callable[..., Engine], server: RedisServer
+) -> None:
+    first, second = engines(), engines()
+    first.answer()
+    assert second.learns()
+    snapshot = second.proposer.snapshot()
+    second.exchange.close()
+
+    client, (stream,) = server.client(), _streams(server)
+    client.flushall()
+    older = Pieces(np.zeros((1, NUM_HASHES), np.uint64), np.ones(1, int), np.ones(1, np.int32))
+    client.xadd(stream, {b"texts": messages_of(older)[0]}, id="1-1")
+    first.answer()
+    restarted = engines()
+    restarted.start_from(snapshot)
+    assert wait(lambda: restarted.exchange.traffic.learned == 1 + len(ANSWER))

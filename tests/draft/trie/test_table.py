@@ -75,6 +75,13 @@ def test_the_whole_answer_tells_equal_ends_apart():
         assert len(found_after(trie, space, hashes, WHOLE - 1)) > 1
 
 
+def test_a_requests_own_text_has_no_edges_of_the_whole_answer():
+    trie = Trie(4096)
+    space = trie.new_private(20)
+    trie.insert(space, empty_hashes(), ids(range(10)), with_whole=False)
+    assert count_edges(trie) == 10 * (NUM_SUFFIXES - 1)
+
+
 def test_no_n_gram_reaches_across_what_has_no_token_id():
     text = [7, 8, UNKNOWN, UNKNOWN, 9, 10]
     trie, apart = Trie(4096), Trie(4096)
@@ -167,6 +174,13 @@ def test_nothing_is_found_in_another_space_nor_after_the_end_of_its_own():
     assert count_edges(trie) == 3 * NUM_SUFFIXES
 
 
+def test_no_space_has_no_edge():
+    trie = Trie(1024)
+    insert(trie, NO_SPACE, [1, 2, 3])
+    assert count_edges(trie) == 0
+    assert not any(followers(trie, NO_SPACE, [1, 2]).values())
+
+
 def flood(trie, space, num_tokens, seed=0):
     insert(trie, space, np.random.default_rng(seed).integers(1000, 40_000, num_tokens))
 
@@ -220,6 +234,14 @@ def test_the_newest_text_is_always_found():
     assert trie.num_pruned > 100_000
     newest = [followers(trie, space, stream[: -i - 1])[3] for i in range(200)]
     assert np.mean([held == [(stream[-i - 1], 1)] for i, held in enumerate(newest)]) > 0.9
+
+
+def test_a_short_text_keeps_to_a_small_part_of_the_table():
+    trie = Trie(1 << 20)
+    space = trie.new_private(50)
+    insert(trie, space, range(50))
+    used = np.flatnonzero(trie.edges[:, 0])
+    assert used.max() - used.min() < 1 << 14
 
 
 def test_answers_keep_a_quarter_of_the_table_whatever_is_live():

@@ -1,0 +1,1 @@
+"""Files of prompts with recorded answers for loads that recordings lack."""

@@ -1,0 +1,8 @@
+"""One line of a file of prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Line = dict[str, Any]
+"""`prompt_token_ids`, `output_token_ids`, and perhaps `category` and `reference_token_ids`."""
