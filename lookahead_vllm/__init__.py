@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lookahead_vllm.machine  # noqa: F401  reads the cores before vLLM binds threads to them
-from lookahead_vllm.draft.registry import PROPOSERS
+from lookahead_vllm.draft.proposers.registry import PROPOSERS
 
 try:
     __version__ = version("lookahead-vllm")

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lookahead_vllm.draft.registry import PROPOSERS, make_proposer
+from lookahead_vllm.draft.proposers.registry import PROPOSERS, make_proposer
 from lookahead_vllm.kernel_folder import cache_dir, sources_of_kernels
 from lookahead_vllm.machine import cpu_name
 from lookahead_vllm.options.server import AUTO_DECODING_LENGTH, LookaheadOptions

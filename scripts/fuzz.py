@@ -11,5 +11,5 @@ from tests.fuzz.command_line import main
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 else:  # an engine's process: a worker can start after numba is loaded if the drafter is, too
-    import lookahead_vllm.engine.worker.drafter  # noqa: F401
+    import lookahead_vllm.engine.drafter.drafter  # noqa: F401
     import tests.support.proposers  # noqa: F401  it registers the tests' proposers

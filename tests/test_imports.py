@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,74 +15,77 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lookahead_vllm"
 
-OPTIONS, DRAFT, VERIFY, ENGINE = (
-    f"lookahead_vllm.{folder}" for folder in ("options", "draft", "verify", "engine")
-)
-KERNELS = ("numpy", "torch", "triton", f"{DRAFT}.*", f"{VERIFY}.*")
+KERNELS = {"numpy", "torch", "triton", "draft", "verify"}
 ALLOWED: dict[str, set[str]] = {
-    "": {"numpy", OPTIONS, DRAFT, VERIFY},
-    "options": {"numpy", OPTIONS},
-    "draft": {"numpy", "numba", OPTIONS, DRAFT},
-    "draft/budget": {"numpy", f"{DRAFT}.*", f"{DRAFT}.budget"},
-    "draft/trie": {
-        *("numpy", OPTIONS),
-        *(f"{DRAFT}.{name}" for name in ("*", "budget", "trie", "window")),
+    "": {"numpy", "options", "draft/*", "verify/*"},
+    "options": {"numpy"},
+    "draft": {"numpy", "numba"},
+    "draft/budget": {"numpy", "draft"},
+    "draft/trie": {"numpy", "draft"},
+    "draft/window": {"numpy", "options", "draft", "draft/budget"},
+    "draft/proposers": {
+        *("numpy", "options", "draft", "draft/budget", "draft/trie", "draft/window"),
     },
-    "draft/window": {"numpy", OPTIONS, f"{DRAFT}.*", f"{DRAFT}.budget", f"{DRAFT}.window"},
-    "draft/cache": {"numpy", f"{DRAFT}.*", f"{DRAFT}.trie", f"{DRAFT}.cache"},
-    "draft/fleet": {"numpy", f"{DRAFT}.*", f"{DRAFT}.trie", f"{DRAFT}.fleet"},
-    "verify": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*"},
-    "verify/layout": {"numpy", "torch", f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.layout"},
-    "verify/attention": {*KERNELS, "xformers", f"{VERIFY}.layout", f"{VERIFY}.attention"},
-    "verify/choices": {*KERNELS, f"{VERIFY}.choices"},
-    "verify/history": {*KERNELS, f"{VERIFY}.history"},
-    "verify/latent": {
-        *KERNELS,
-        *(f"{VERIFY}.{name}" for name in ("attention", "latent", "layout")),
+    "draft/cache": {"numpy", "draft", "draft/trie", "draft/proposers"},
+    "draft/fleet": {"numpy", "draft", "draft/trie", "draft/proposers"},
+    "verify": {"numpy", "torch", "draft"},
+    "verify/layout": {"numpy", "torch", "draft", "verify"},
+    "verify/attention": {"xformers", *KERNELS, "verify/layout"},
+    "verify/choices": KERNELS,
+    "verify/history": KERNELS,
+    "verify/latent": {*KERNELS, "verify/attention", "verify/layout"},
+    "verify/moves": {*KERNELS, "verify/attention"},
+    "verify/place": KERNELS,
+    "verify/recurrence": KERNELS,
+    "verify/walk": KERNELS,
+    "engine": {"numpy", "vllm", "redis", "options", "draft", "draft/proposers", "engine/*"},
+    "engine/front_end": {"numpy", "vllm", "prometheus_client", "options", "draft", "engine"},
+    "engine/grammar": {"numpy", "torch", "vllm", "draft", "engine"},
+    "engine/scheduler": {"numpy", "vllm", "options", "draft", "engine", "engine/grammar"},
+    "engine/step": {"numpy", "torch", "vllm", "draft", "draft/budget", "verify/*", "engine"},
+    "engine/recurrent": {
+        *("numpy", "torch", "vllm", "options", "draft", "verify/*", "engine", "engine/step"),
     },
-    "verify/moves": {*KERNELS, f"{VERIFY}.attention", f"{VERIFY}.moves"},
-    "verify/place": {*KERNELS, f"{VERIFY}.place"},
-    "verify/recurrence": {*KERNELS, f"{VERIFY}.recurrence"},
-    "verify/walk": {*KERNELS, f"{VERIFY}.walk"},
-    "engine": {"numpy", "vllm", "redis", OPTIONS, f"{DRAFT}.*", ENGINE},
-    "engine/front_end": {
-        *("numpy", "vllm", "prometheus_client"),
-        *(OPTIONS, f"{DRAFT}.*", f"{ENGINE}.*", f"{ENGINE}.front_end"),
+    "engine/attention": {
+        *("torch", "tqdm", "vllm", "options", "verify/*"),
+        *("engine", "engine/step", "engine/recurrent"),
     },
-    "engine/scheduler": {
-        *("numpy", "torch", "vllm"),
-        *(OPTIONS, f"{DRAFT}.*", f"{ENGINE}.*", f"{ENGINE}.scheduler"),
+    "engine/drafter": {
+        *("numpy", "vllm", "llvmlite", "redis", "options", "draft/*", "verify"),
+        *("engine", "engine/attention", "engine/grammar", "engine/step"),
     },
-    "engine/worker": {
-        *("numpy", "torch", "vllm", "llvmlite", "redis", "tqdm"),
-        *(OPTIONS, DRAFT, VERIFY, f"{ENGINE}.*", f"{ENGINE}.worker.*"),
+    "engine/cost": {
+        *("numpy", "torch", "tqdm", "vllm", "draft", "draft/budget", "engine", "engine/drafter"),
     },
-    "engine/cpu_kernels": {
-        *("numpy", "numba", "torch", "vllm"),
-        *(f"{DRAFT}.*", f"{VERIFY}.*", f"{VERIFY}.history", f"{ENGINE}.cpu_kernels"),
+    "engine/runner": {
+        *("numpy", "torch", "vllm", "draft", "draft/budget", "draft/trie", "verify/*", "engine"),
+        *("engine/attention", "engine/cost", "engine/drafter", "engine/grammar"),
+        *("engine/recurrent", "engine/step"),
     },
-    "engine/model_runner": {
-        *("numpy", "torch", "vllm", "tqdm"),
-        *(OPTIONS, DRAFT, VERIFY, f"{ENGINE}.*"),
-        *(f"{ENGINE}.{name}" for name in ("cpu_kernels", "model_runner", "worker")),
+    "engine/replicas": {
+        *("numpy", "torch", "vllm", "draft", "verify/*"),
+        *("engine", "engine/grammar", "engine/runner", "engine/step"),
     },
-    "simulation": {
-        *("numpy", "tqdm", "matplotlib"),
-        *(OPTIONS, DRAFT, f"{VERIFY}.*", "lookahead_vllm.simulation"),
+    "engine/cpu_kernels": {"numpy", "numba", "torch", "vllm", "draft", "verify", "verify/history"},
+    "engine/workers": {"numpy", "torch", "vllm", "verify/*", "engine/*"},
+    "simulation": {"numpy", "tqdm", "matplotlib", "options", "draft/*", "verify"},
+    "cli": {
+        *("numpy", "tqdm", "torch", "vllm", "huggingface_hub", "pydantic"),
+        *("options", "draft/*", "verify/*", "engine/*", "simulation"),
     },
-    "cli": {"numpy", "tqdm", "torch", "vllm", "huggingface_hub", "pydantic", PACKAGE.name},
 }
-"""Permitted imports by folder. `X.*` permits the modules directly in X, not its subfolders.
+"""What the modules of a folder may import: other packages, and folders of this one.
 
-Every folder may import the standard library and the modules directly in lookahead_vllm.
+`X` stands for the modules directly in X, `X/*` also for those in its folders. Every folder may
+import the standard library, itself and the modules directly in lookahead_vllm.
 """
 FOLDERS = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*/__init__.py")}
 TOP_FOLDERS = {folder for folder in FOLDERS if "/" not in folder}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(source: str) -> Iterator[str]:
-    """Dotted names of everything that a module imports anywhere, or names in a string."""
+def imports(source: str, in_strings: bool = True) -> Iterator[str]:
+    """Dotted names of everything that a module imports anywhere, or names in a string, for vLLM."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -90,28 +95,28 @@ def imports(source: str) -> Iterator[str]:
             case ast.ImportFrom(module=module, level=level):
                 # Never allowed: a relative import does not show its folder.
                 yield "." * level + (module or "")
-            case ast.Constant(value=str(text)) if re.fullmatch(r"(lookahead_)?vllm(\.\w+)+", text):
+            case ast.Constant(value=str(text)) if in_strings and re.fullmatch(
+                r"(lookahead_)?vllm(\.\w+)+", text
+            ):
                 yield text
 
 
-def is_allowed(name: str, allowed: set[str]) -> bool:
-    first, *rest = name.split(".")
-    if first == PACKAGE.name and not (rest and rest[0] in TOP_FOLDERS):
-        return True
-    return first in sys.stdlib_module_names or any(
-        is_directly_in(name, entry[:-2])
-        if entry.endswith(".*")
-        else f"{name}.".startswith(f"{entry}.")
-        for entry in allowed
-    )
+def folder_of(name: str) -> str:
+    """The folder of a module of this package, or of what it holds."""
+    parts = name.split(".")[1:]
+    while parts and "/".join(parts) not in FOLDERS:
+        parts.pop()
+    return "/".join(parts)
 
 
-def is_directly_in(name: str, folder: str) -> bool:
-    """Whether `name` belongs to a module directly in the folder."""
-    if not f"{name}.".startswith(f"{folder}."):
-        return False
-    module = name.removeprefix(folder).strip(".").split(".")[0]
-    return not (PACKAGE.parent / folder.replace(".", "/") / module / "__init__.py").exists()
+def is_allowed(name: str, folder: str) -> bool:
+    """Whether the modules of a folder may import this."""
+    first, allowed = name.split(".")[0], ALLOWED[folder]
+    if first != PACKAGE.name:
+        return first in allowed or first in sys.stdlib_module_names
+    target = folder_of(name)
+    above = {f"{target.rsplit('/', depth)[0]}/*" for depth in range(3)}
+    return target in allowed | {"", folder} or bool(above & allowed)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -119,14 +124,37 @@ def test_a_module_imports_only_what_its_folder_may(path: Path) -> None:
     folder = str(path.parent.relative_to(PACKAGE)).removeprefix(".")
     assert folder in ALLOWED, f"list in ALLOWED what {folder}/ may import"
     names = set(imports(path.read_text()))
-    assert not {name for name in names if not is_allowed(name, ALLOWED[folder])}
+    assert not {name for name in names if not is_allowed(name, folder)}
 
 
 def test_every_folder_is_listed_and_none_may_import_upwards() -> None:
     assert set(ALLOWED) == FOLDERS | {""}
-    assert not {"torch", "vllm"} & (ALLOWED["options"] | ALLOWED["draft"])
-    assert "vllm" not in ALLOWED["verify"]
     for folder, allowed in ALLOWED.items():
-        above = {"options": (DRAFT, VERIFY, ENGINE), "draft": (VERIFY, ENGINE), "verify": (ENGINE,)}
-        upwards = above.get(folder.split("/")[0], ())
-        assert not any(name.startswith(upwards) for name in allowed if upwards), folder
+        layer = folder.split("/")[0]
+        above = {"draft": ("verify", "engine", "torch", "vllm"), "verify": ("engine", "vllm")}
+        assert not any(name.split("/")[0] in above.get(layer, ()) for name in allowed), folder
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Not even for types."""
+    names = {path: module_name(path) for path in MODULES}
+    modules = set(names.values())
+    graph: dict[str, set[str]] = {}
+    for path, name in names.items():
+        imported = set(imports(path.read_text(), in_strings=False))
+        graph[name] = (imported | set(map(parent, imported))) & modules - {name, PACKAGE.name}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def test_no_folder_has_more_than_twelve_modules() -> None:
+    counts = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    assert max(counts.values()) <= 12, counts

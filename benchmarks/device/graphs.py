@@ -29,10 +29,11 @@ def install(work: HostWork) -> None:
     from vllm.v1.worker.cpu.model_runner import CPUModelRunner
     from vllm.v1.worker.gpu import cudagraph_utils
 
-    from lookahead_vllm.engine.model_runner import cpu_worker, tail
-    from lookahead_vllm.engine.model_runner.draft_graphs import Tail
-    from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
-    from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
+    from lookahead_vllm.engine.attention.cpu import CPUTreeAttention
+    from lookahead_vllm.engine.runner.draft_graphs import Tail
+    from lookahead_vllm.engine.runner.graph_runner import GraphRunner
+    from lookahead_vllm.engine.step import tail
+    from lookahead_vllm.engine.workers import cpu as cpu_worker
 
     class DeviceGraphRunner(GraphRunner, CPUModelRunner):
         attention = CPUTreeAttention()

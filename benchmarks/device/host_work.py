@@ -73,7 +73,7 @@ class HostWork:
     def watch(self) -> None:
         """Watch this process's kernels for CPUs, and lookahead's waiting."""
         from lookahead_vllm.engine.cpu_kernels.table import CPUKernel
-        from lookahead_vllm.engine.model_runner.waiter import Waiter
+        from lookahead_vllm.engine.drafter.waiter import Waiter
         from lookahead_vllm.verify.moves.cpu import HostMover
         from lookahead_vllm.verify.place import cpu as place
         from lookahead_vllm.verify.walk import cpu as walk

@@ -23,7 +23,7 @@ def install(device: SimulatedDevice) -> None:
     import torch
     import vllm.v1.worker.cpu_worker  # noqa: F401  it installs the events that do nothing
 
-    import lookahead_vllm.engine.worker.drafter  # noqa: F401  without it, numba breaks vLLM's start
+    import lookahead_vllm.engine.drafter.drafter  # noqa: F401  without it, numba breaks vLLM's start
 
     class DeviceEvent(Event):
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -67,7 +67,7 @@ def _install_copies(device: SimulatedDevice) -> None:
 
 def _attend_as_on_a_gpu() -> None:
     """There, chains are vLLM's kernel's, which reads on the device where they are."""
-    from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
+    from lookahead_vllm.engine.attention.cpu import CPUTreeAttention
 
     CPUTreeAttention.replaces_chains = lambda self, is_latent: False  # type: ignore[method-assign]
 

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.warming import Renderer, TextError, check_texts, learn, read_texts
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.trie.namespaces import digest_of
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.kept_file import RefusedFileError
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.server import LookaheadOptions

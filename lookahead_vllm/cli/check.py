@@ -170,7 +170,7 @@ def find_cpu_attention() -> Finding:
     import torch
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from lookahead_vllm.engine.worker.cpu_attention import PACKED
+    from lookahead_vllm.engine.attention.cpu import PACKED
 
     layout = _get_attn_isa(torch.bfloat16, 128, 128)
     if layout not in PACKED:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.draft.proposer import TextByText
-from lookahead_vllm.draft.stepping import ENDLESS
+from lookahead_vllm.draft.proposers.proposer import TextByText
+from lookahead_vllm.draft.proposers.stepping import ENDLESS
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.options.allowed import OptionError
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 SCHEDULER = "lookahead_vllm.engine.scheduler.scheduler.LookaheadScheduler"
-REPLICA_EXECUTOR = "lookahead_vllm.engine.scheduler.replica_executor.ReplicaExecutor"
+REPLICA_EXECUTOR = "lookahead_vllm.engine.replicas.executor.ReplicaExecutor"
 
 _OPTIONS = "lookahead_options"
 """Attribute of vLLM's speculative config in an engine with lookahead. vLLM finds what it has

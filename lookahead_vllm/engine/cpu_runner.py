@@ -19,7 +19,7 @@ from vllm.triton_utils import HAS_TRITON
 
 from lookahead_vllm.engine import patches
 
-PLAIN_WORKER = "lookahead_vllm.engine.model_runner.cpu_worker.PlainCPUWorker"
+PLAIN_WORKER = "lookahead_vllm.engine.workers.cpu.PlainCPUWorker"
 
 
 class ConfigOnCPU(VllmConfig):

@@ -13,12 +13,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": (
-        "lookahead_vllm.engine.model_runner.cpu_worker.LookaheadCPUWorker"
-    ),
-    "vllm.v1.worker.gpu_worker.Worker": (
-        "lookahead_vllm.engine.model_runner.gpu_worker.LookaheadGPUWorker"
-    ),
+    "vllm.v1.worker.cpu_worker.CPUWorker": ("lookahead_vllm.engine.workers.cpu.LookaheadCPUWorker"),
+    "vllm.v1.worker.gpu_worker.Worker": ("lookahead_vllm.engine.workers.gpu.LookaheadGPUWorker"),
 }
 """Our worker by vLLM's."""
 

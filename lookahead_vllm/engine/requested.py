@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from lookahead_vllm.draft.registry import PROPOSERS
+from lookahead_vllm.draft.proposers.registry import PROPOSERS
 from lookahead_vllm.options.allowed import Allowed, OptionError, check_name
 from lookahead_vllm.options.server import ALLOWED, KEY, LookaheadOptions
 

@@ -15,7 +15,7 @@ KEY = "lookahead"
 """The speculative method, and the key of the options in a request's `extra_args`."""
 
 PROPOSERS = ("ngram_trie", "jacobi_window", "hybrid")
-"""What `proposer` can name; `draft/registry.py` has their classes."""
+"""What `proposer` can name; `draft/proposers/registry.py` has their classes."""
 
 HAVE_WINDOW = {"jacobi_window", "hybrid"}
 """Proposers with a lookahead branch, which need the model's choices."""

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.proposer import Proposer
-from lookahead_vllm.draft.registry import make_proposer
+from lookahead_vllm.draft.proposers.proposer import Proposer
+from lookahead_vllm.draft.proposers.registry import make_proposer
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.server import CHAIN_LENGTH, HAVE_WINDOW, PROPOSERS, LookaheadOptions
 

@@ -20,10 +20,10 @@ from tqdm import tqdm
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.draft.insertion import CHUNK_TOKENS, MAX_SECONDS
 from lookahead_vllm.draft.progress import NO_CHAINS
-from lookahead_vllm.draft.proposer import Proposer
-from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.proposer import Proposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.simulation.traces import Trace, TraceFile
 from lookahead_vllm.verify.acceptance import accepted_paths
 

@@ -22,9 +22,9 @@ from lookahead_vllm.cli.main import main as main_command
 from lookahead_vllm.cli.server_renderer import ServerRenderer
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.warming import TextError, check_texts, read_texts
-from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.namespaces import digest_of
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.tokenizer import save_tokenizer
 

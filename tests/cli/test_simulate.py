@@ -15,7 +15,7 @@ import pytest
 
 from lookahead_vllm.cli import simulate as command
 from lookahead_vllm.draft.budget.cost import CostCurve
-from lookahead_vllm.draft.stepping import DraftLimits
+from lookahead_vllm.draft.proposers.stepping import DraftLimits
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.simulation import plot

@@ -18,7 +18,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from lookahead_vllm.engine import config, plugin, refusals
-from lookahead_vllm.engine.worker.replicas import become_replica
+from lookahead_vllm.engine.replicas.replicas import become_replica
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.hybrid_models import HYBRIDS
@@ -339,7 +339,7 @@ def test_a_gpu_gets_our_gpu_worker(model: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(with_a_gpu_worker))
     worker = made(model, speculative_config={"method": "lookahead"}).parallel_config.worker_cls
-    assert worker == "lookahead_vllm.engine.model_runner.gpu_worker.LookaheadGPUWorker"
+    assert worker == "lookahead_vllm.engine.workers.gpu.LookaheadGPUWorker"
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
 from benchmarks.port.seams import SEAMS
 from lookahead_vllm.engine import patches
+from lookahead_vllm.engine.recurrent import states as recurrent
 from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
-from lookahead_vllm.engine.worker import recurrent
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify.recurrence import StateMover
 from tests.support.driving import (

@@ -11,7 +11,7 @@ import torch
 from vllm import LLM, SamplingParams
 
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.engine.model_runner.live_requests import prompt_tokens
+from lookahead_vllm.engine.drafter.live_requests import prompt_tokens
 from tests.support.driving import drafter_of, engine, obstacle_of
 from tests.support.models import WANDERING
 from tests.support.vision_models import VISION_MODELS, save_vision_model

@@ -14,8 +14,8 @@ import torch
 from vllm import LLM
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.model_runner import stages
-from lookahead_vllm.engine.model_runner.runner import _TREES, LookaheadRunner
+from lookahead_vllm.engine.runner import stages
+from lookahead_vllm.engine.runner.runner import _TREES, LookaheadRunner
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from tests.support.driving import converse, engine, generate, generate_staggered
 from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of, use_float32_gated_delta

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from lookahead_vllm.engine.model_runner import sampler
+from lookahead_vllm.engine.step import sampler
 from lookahead_vllm.options import request as request_options
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 

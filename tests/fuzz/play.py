@@ -25,9 +25,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.draft.fleet import exchange
-from lookahead_vllm.draft.registry import PROPOSERS
+from lookahead_vllm.draft.proposers.registry import PROPOSERS
 from lookahead_vllm.draft.trie import sessions
-from lookahead_vllm.engine.worker.step_recorder import Counters
+from lookahead_vllm.engine.drafter.recorder import Counters
 from lookahead_vllm.options import request as request_options
 from tests.fuzz.isolation import GENERATION_PROMPT, Leak, LeakDetector
 from tests.fuzz.processes import counters_of, engine_elsewhere

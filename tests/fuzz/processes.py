@@ -11,7 +11,7 @@ from unittest import mock
 
 from vllm import LLM
 
-from lookahead_vllm.engine.worker.step_recorder import Counters
+from lookahead_vllm.engine.drafter.recorder import Counters
 
 # Their imports register the load format and the proposers in a worker's process, too.
 from tests.support import models as models

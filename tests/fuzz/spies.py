@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from lookahead_vllm.draft.budget.chain import TrieWorth
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.sources import DRAFTER
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.engine.model_runner.late_drafts import LateDrafts
-from lookahead_vllm.engine.model_runner.runner import LookaheadRunner
-from lookahead_vllm.engine.worker.cpu_attention import CPUTreeAttention
+from lookahead_vllm.engine.attention.cpu import CPUTreeAttention
+from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
+from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from tests.fuzz.isolation import LeakDetector, request_index
 
 OnStep = Callable[[Any, Sequence[str]], None]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lookahead_vllm.draft.registry import PROPOSERS as CLASSES
+from lookahead_vllm.draft.proposers.registry import PROPOSERS as CLASSES
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.server import ALLOWED, PROPOSERS, LookaheadOptions
 

@@ -19,9 +19,9 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 
+from lookahead_vllm.engine.attention.branching import branching_obstacle
+from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.step_report import attached
-from lookahead_vllm.engine.worker.branching import branching_obstacle
-from lookahead_vllm.engine.worker.drafter import LookaheadDrafter
 
 # Engines start and stop faster this way: vLLM's many garbage collections become one at the end of
 # an engine, model classes are inspected in this process, and the CPU platform's kernels replace

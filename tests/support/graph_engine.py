@@ -28,9 +28,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from lookahead_vllm.engine.model_runner import cpu_worker
-from lookahead_vllm.engine.model_runner.graph_runner import GraphRunner
-from lookahead_vllm.engine.worker import gpu_attention
+from lookahead_vllm.engine.attention import gpu as gpu_attention
+from lookahead_vllm.engine.runner.graph_runner import GraphRunner
+from lookahead_vllm.engine.workers import cpu as cpu_worker
 from tests.support import recorded_graphs
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]

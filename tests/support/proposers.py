@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int64s
-from lookahead_vllm.draft.proposer import TextByText
-from lookahead_vllm.draft.registry import PROPOSERS
-from lookahead_vllm.draft.stepping import DraftLimits
+from lookahead_vllm.draft.proposers.proposer import TextByText
+from lookahead_vllm.draft.proposers.registry import PROPOSERS
+from lookahead_vllm.draft.proposers.stepping import DraftLimits
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 from lookahead_vllm.options.allowed import Allowed
 from lookahead_vllm.options.server import ALLOWED, LookaheadOptions

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from vllm import LLM, SamplingParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from lookahead_vllm.draft.proposer import NoProposer
+from lookahead_vllm.draft.proposers.proposer import NoProposer
 from tests.support.driving import generate, generate_staggered, random_prompts
 from tests.support.kernels import Signatures, compiled
 

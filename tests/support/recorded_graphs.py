@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from lookahead_vllm.engine.cpu_kernels.table import CPUKernel
-from lookahead_vllm.engine.model_runner import tail
+from lookahead_vllm.engine.step import tail
 from lookahead_vllm.verify.walk import cpu as walk
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

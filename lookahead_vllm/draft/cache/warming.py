@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from lookahead_vllm.draft.stepping import read
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.json_lines import are_token_ids, read_json_lines
 
 RESPONSES = ("response", "completion")

@@ -10,8 +10,8 @@ import numpy as np
 
 from lookahead_vllm.draft.fleet.pieces import PieceInserter, Pieces
 from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.trie.namespaces import MAX_NAMESPACES, digest_of
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import Hashes, empty_hashes
 from lookahead_vllm.draft.trie.table import NO_SPACE
 

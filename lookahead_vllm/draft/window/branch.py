@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.draft.proposer import Verified
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
+from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.draft.window.grid import VerifiedCombs, Windows
 from lookahead_vllm.options.window import WindowShape
 

@@ -14,7 +14,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import config, messages, patches, step_report
-from lookahead_vllm.engine.grammar import (
+from lookahead_vllm.engine.grammar.tree_walk import (
     GrammarTreeWalk,
     accept_tokens_one_by_one,
     joined_masks,

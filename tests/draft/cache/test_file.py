@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.file import fingerprint, load, save
-from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.suffix import empty_hashes
 from lookahead_vllm.draft.trie.table import KEY, TOKEN_MASK, USE, Trie, spaces_of
 from lookahead_vllm.kept_file import RefusedFileError

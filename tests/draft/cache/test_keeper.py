@@ -14,8 +14,8 @@ import pytest
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache import keeper as cache_keeper
 from lookahead_vllm.draft.cache.keeper import CacheKeeper
-from lookahead_vllm.draft.stepping import read
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.options.server import LookaheadOptions
 
 ROOT = Path(__file__).parents[3]

@@ -16,10 +16,10 @@ from lookahead_vllm.draft.fleet import exchange as exchange_module
 from lookahead_vllm.draft.fleet.exchange import Exchange
 from lookahead_vllm.draft.fleet.pieces import NUM_HASHES, Pieces, messages_of
 from lookahead_vllm.draft.fleet.replica import Replica
-from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.namespaces import digest_of
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
-from lookahead_vllm.engine.worker.fleet import connect
+from lookahead_vllm.engine.drafter.fleet import connect
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.redis_server import RedisServer, needs_redis
 from tests.support.servers import free_port

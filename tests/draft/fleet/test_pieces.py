@@ -15,8 +15,8 @@ from lookahead_vllm.draft.fleet.pieces import (
     unpack,
 )
 from lookahead_vllm.draft.fleet.replica import Replica
-from lookahead_vllm.draft.stepping import read
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES
 from lookahead_vllm.draft.trie.table import TIME_SHIFT, USE, Trie, spaces_of
 from lookahead_vllm.options.server import LookaheadOptions

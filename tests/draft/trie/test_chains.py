@@ -8,10 +8,10 @@ import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES, PROPOSED, no_chains
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.sources import DRAFTER, OWN
-from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.options.server import CHAIN_LENGTH, LookaheadOptions
 
 LENGTH = 3

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie import namespaces as module
 from lookahead_vllm.draft.trie.namespaces import Namespaces
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.suffix import empty_hashes
 from lookahead_vllm.draft.trie.table import (
     Trie,

@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from lookahead_vllm.draft.proposer import Verified
+from lookahead_vllm.draft.proposers.hybrid import HybridProposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
-from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, new_candidates
-from lookahead_vllm.draft.trie.hybrid import HybridProposer
 from lookahead_vllm.draft.trie.recycling import (
     NUM_CHOICES,
     ChoiceTrees,
@@ -18,6 +17,7 @@ from lookahead_vllm.draft.trie.recycling import (
     recycle,
 )
 from lookahead_vllm.draft.trie.suffix import hashes_of
+from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.reference_trie import count_edges
 

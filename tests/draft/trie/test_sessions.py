@@ -7,12 +7,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
+from tests.draft.trie.test_proposer_model import draft, seen_in
 
 from lookahead_vllm.draft.insertion import CHUNK_TOKENS, InsertionQueue
-from lookahead_vllm.draft.stepping import read
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.draft.trie import sessions as module
 from lookahead_vllm.draft.trie import table
-from lookahead_vllm.draft.trie.proposer import NGramTrieProposer
 from lookahead_vllm.draft.trie.sessions import MAX_CHANGED_TOKENS, Session, Sessions
 from lookahead_vllm.draft.trie.suffix import WHOLE, hashes_of
 from lookahead_vllm.draft.trie.table import (
@@ -22,7 +23,6 @@ from lookahead_vllm.draft.trie.table import (
     Trie,
 )
 from lookahead_vllm.options.server import LookaheadOptions
-from tests.draft.trie.test_proposer_model import draft, seen_in
 from tests.support.kernels import compiled, compiled_since, reset_kernels
 from tests.support.reference_trie import SUFFIXES, TrieModel, count_edges, found_after
 

@@ -6,11 +6,12 @@ import pytest
 from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost, StepWork
-from lookahead_vllm.draft.proposer import NO_LOAD, Verified
-from lookahead_vllm.draft.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.hybrid import HybridProposer
+from lookahead_vllm.draft.proposers.jacobi_window import JacobiWindowProposer
+from lookahead_vllm.draft.proposers.proposer import NO_LOAD
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.trie.hybrid import HybridProposer
-from lookahead_vllm.draft.trie.jacobi_window import JacobiWindowProposer
+from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.draft.window.branch import NO_WINDOW, LookaheadBranch
 from lookahead_vllm.options.server import LookaheadOptions
 

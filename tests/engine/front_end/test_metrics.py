@@ -22,6 +22,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from lookahead_vllm.draft.fleet.exchange import Traffic
 from lookahead_vllm.draft.sources import NAMES
 from lookahead_vllm.engine import step_report
+from lookahead_vllm.engine.drafter.recorder import StepRecorder
 from lookahead_vllm.engine.front_end import stat_logger
 from lookahead_vllm.engine.front_end.stat_logger import (
     PREFIX,
@@ -29,7 +30,6 @@ from lookahead_vllm.engine.front_end.stat_logger import (
     ReportingOutputs,
 )
 from lookahead_vllm.engine.step_report import StepReport
-from lookahead_vllm.engine.worker.step_recorder import StepRecorder
 from tests.support import proposers  # noqa: F401  (registers them)
 from tests.support.driving import (
     GREEDY,

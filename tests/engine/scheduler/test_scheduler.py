@@ -14,7 +14,8 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from lookahead_vllm.engine import grammar, messages
+from lookahead_vllm.engine import messages
+from lookahead_vllm.engine.grammar import tree_walk as grammar
 from lookahead_vllm.engine.scheduler.pauses import Pauses
 from lookahead_vllm.engine.scheduler.scheduler import PAUSE_AFTER_STEPS, LookaheadScheduler
 from tests.support.late_steps import BLOCK, LateSteps, random_arrivals, request

@@ -1,0 +1,1 @@
+"""What a proposer is, and those that a server can choose."""

@@ -1,0 +1,1 @@
+"""What a step costs: measured at start-up and by every step."""

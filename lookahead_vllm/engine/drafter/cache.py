@@ -1,0 +1,45 @@
+"""The cache file of an engine: its path, and the fingerprint of its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lookahead_vllm.draft.cache import file as cache_file
+from lookahead_vllm.draft.cache.keeper import Cacheable, CacheKeeper
+from lookahead_vllm.options.server import LookaheadOptions
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+    from lookahead_vllm.draft.proposers.proposer import Proposer
+
+SAVE_SECONDS = 60.0
+"""Between two saves, if something was learned."""
+
+
+def open_cache(
+    vllm_config: VllmConfig, options: LookaheadOptions, proposer: Proposer
+) -> CacheKeeper | None:
+    """Load the cache file that `options` name, and save it from then on; None without one."""
+    if options.cache_path is None:
+        return None
+    path = Path(options.cache_path)
+    # Each data parallel rank of a dense model is an engine; vLLM resets its data_parallel_rank.
+    if rank := vllm_config.parallel_config.data_parallel_index:
+        path = path.with_name(f"{path.name}.dp{rank}")
+    tokenizer = fingerprint_of(vllm_config.model_config)
+    keeps = cast(Cacheable, proposer)  # the options were checked
+    return CacheKeeper(keeps, path, SAVE_SECONDS, tokenizer)
+
+
+def fingerprint_of(model_config: ModelConfig) -> str:
+    """The fingerprint of the engine's tokenizer."""
+    from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    if tokenizer is None:
+        return cache_file.fingerprint_without_tokenizer(
+            model_config.model, model_config.get_vocab_size()
+        )
+    return cache_file.fingerprint(tokenizer.get_vocab())

@@ -1,0 +1,1 @@
+"""Trees under a grammar."""

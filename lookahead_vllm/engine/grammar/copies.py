@@ -1,0 +1,114 @@
+"""Copies of the requests' grammars on the drafting rank, to draft the text that they dictate.
+
+vLLM keeps grammars in the scheduler's process. Under late drafting, that process receives a step's
+tokens too late: the next drafts are being grown. So the drafting rank compiles each grammar a
+second time and advances the copy by itself. A copy that is missing, late or wrong costs only
+drafts: the scheduler's grammar makes the masks.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+from lookahead_vllm.engine.grammar.tree_walk import GrammarTreeWalk, accept_tokens_one_by_one
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import NewRequestData
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class GrammarCopies:
+    """The grammars of live requests; compiled in threads, so that no step waits."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._config = vllm_config
+        self._manager: StructuredOutputManager | None = None
+        # The manager loads a tokenizer, and the first grammar makes a table of the vocabulary.
+        self._compiling = ThreadPoolExecutor(1, "lookahead-grammars")
+        self._requests: dict[str, Request] = {}
+        self._unread: dict[str, list[int]] = {}
+        """Emitted tokens that a grammar has not read, because it is not compiled yet."""
+
+    def __len__(self) -> int:
+        """The number of requests that have a grammar."""
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the request has a grammar."""
+        return request_id in self._requests
+
+    def start(self, new: NewRequestData) -> None:
+        """Begin to compile the request's grammar, if it has one."""
+        params = new.sampling_params
+        if params is None or params.structured_outputs is None:
+            return
+        request = Request(
+            new.req_id, new.prompt_token_ids, params, None, prompt_embeds=new.prompt_embeds
+        )
+        if not request.use_structured_output:
+            return
+        self._requests[new.req_id] = request
+        self._compiling.submit(self._compile, request)
+
+    def _compile(self, request: Request) -> None:
+        structured = request.structured_output_request
+        assert structured is not None
+        try:
+            if self._manager is None:
+                accept_tokens_one_by_one()
+                self._manager = StructuredOutputManager(self._config)
+            self._manager.grammar_init(request)
+        except Exception as error:  # the scheduler refuses the request, now or soon
+            logger.debug("Lookahead: no copy of the grammar of %s: %s", request.request_id, error)
+            structured.grammar = error
+
+    def advance(self, request_id: str, tokens: list[int]) -> None:
+        """Advance a grammar by emitted tokens."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        structured = request.structured_output_request
+        assert structured is not None
+        request.append_output_token_ids(tokens)
+        tokens = self._unread.pop(request_id, []) + tokens
+        if self._manager is None or structured.grammar is None:
+            self._unread[request_id] = tokens
+        elif not isinstance(structured.grammar, Exception) and not self._manager.accept_tokens(
+            request, tokens
+        ):
+            structured.grammar = ValueError(f"the grammar refuses one of {tokens}")
+
+    def complete(
+        self, request_id: str, tree: DraftTree, max_nodes: int, max_depth: int
+    ) -> DraftTree:
+        """The draft without what the grammar forbids, and with what it dictates, within limits.
+
+        Empty until the copy has read all tokens of its request: an option that forces tokens in
+        spite of the grammar, such as a thinking budget, would have a forbidden node accepted.
+        """
+        request = self._requests[request_id]
+        structured = request.structured_output_request
+        assert structured is not None
+        grammar = None if request_id in self._unread else structured.grammar
+        if self._manager is None or grammar is None or isinstance(grammar, Exception):
+            return EMPTY_TREE
+        return GrammarTreeWalk(self._manager, request, tree, max_nodes, max_depth).run().tree
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._requests.pop(request_id, None)
+        self._unread.pop(request_id, None)
+
+    def shutdown(self) -> None:
+        """End the compiler's threads."""
+        self._compiling.shutdown(cancel_futures=True)
+        if self._manager is not None:
+            self._manager.clear_backend()

@@ -1,1 +1,0 @@
-"""Adapters to vLLM's Model Runner V2, with asynchronous scheduling."""

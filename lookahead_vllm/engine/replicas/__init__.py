@@ -1,0 +1,1 @@
+"""Lookahead parallelism: replicas of the model share the rows of a step."""

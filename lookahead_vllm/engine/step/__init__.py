@@ -1,0 +1,1 @@
+"""One step: its drafts, rows, samples and accepted paths."""

@@ -1,0 +1,209 @@
+"""The draft trees of one step: where their nodes are in the batch, and what was accepted.
+
+Everything here works on arrays: rows of the batch, counts of tokens, logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.verified import Verified
+from lookahead_vllm.verify.choices import Choices, top_choices
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+
+
+def root_rows(num_nodes: Int64s) -> Int64s:
+    """The logits row of each request's root, int64 [r]; `num_nodes` int64 [r] rows follow each."""
+    return np.cumsum(num_nodes + 1) - num_nodes - 1
+
+
+@dataclass(eq=False)
+class DraftStep:
+    """The draft trees that one step verifies, in the order of the batch.
+
+    Attributes
+    ----------
+    forest : DraftForest
+        t trees.
+    rows : int64 [t]
+        The row of the batch of each tree's request.
+    starts : int64 [t]
+        Index of each root among the step's flattened tokens; the nodes follow it.
+    contexts : int64 [t]
+        Committed tokens before each root, which is the root's position.
+    from_proposer : bool [t]
+        Whether the tree is the proposer's; False if a grammar or the scheduler changed it.
+    before_roots : int64 [t]
+        Tokens that the step computes before each root: of the prompt, or accepted in the last step
+        by another rank.
+    """
+
+    forest: DraftForest
+    rows: Int64s
+    starts: Int64s
+    contexts: Int64s
+    from_proposer: NDArray[np.bool_]
+    before_roots: Int64s
+
+    @classmethod
+    def of_scheduled(
+        cls,
+        forest: DraftForest,
+        from_proposer: NDArray[np.bool_],
+        rows: Int64s,
+        num_scheduled_tokens: NDArray[np.int32],
+        num_computed_tokens: NDArray[np.int32],
+    ) -> DraftStep:
+        """Place the scheduled drafts in the batch.
+
+        Parameters
+        ----------
+        rows : int64 [t]
+            The row of the batch of each draft's request.
+        num_scheduled_tokens, num_computed_tokens : int32 [r]
+            By row of the batch: tokens of this step, and tokens before them.
+        """
+        if (rows[1:] < rows[:-1]).any():
+            order = np.argsort(rows)
+            rows, from_proposer = rows[order], from_proposer[order]
+            forest = forest.take(order, forest.sizes[order])
+        before = (num_scheduled_tokens[rows] - forest.sizes - 1).astype(np.int64)
+        ends = np.cumsum(num_scheduled_tokens, dtype=np.int64)
+        starts = ends[rows] - forest.sizes - 1
+        contexts = num_computed_tokens[rows] + before
+        return cls(forest, rows, starts, contexts, from_proposer, before)
+
+    @classmethod
+    def of_dummies(cls, trees: Sequence[DraftTree], context: int) -> DraftStep:
+        """One request for each tree, `context` committed tokens each, for dummy runs."""
+        forest = DraftForest.of(trees)
+        tree = np.arange(len(forest))
+        starts, contexts = forest.firsts[:-1] + tree, np.full(len(forest), context)
+        return cls(
+            forest,
+            tree,
+            starts,
+            contexts,
+            np.zeros(len(forest), np.bool_),
+            np.zeros(len(forest), np.int64),
+        )
+
+    @property
+    def branches(self) -> bool:
+        """Whether any tree is more than a chain."""
+        return bool(self.forest.branching.any())
+
+    def trees(self, with_chains: bool = False) -> TreeBatch | None:
+        """What tree attention computes in this step; None if it computes nothing.
+
+        The tokens that the step computes before the root of a branching tree become a chain above
+        it.
+
+        Parameters
+        ----------
+        with_chains
+            Whether it also computes chains, except those after tokens of the prompt.
+        """
+        if not len(self.forest):
+            return None
+        is_chosen = self.forest.branching
+        if with_chains:
+            is_chosen = is_chosen | ((self.forest.sizes > 0) & (self.before_roots == 0))
+        chosen = np.flatnonzero(is_chosen)
+        forest, before = (
+            self.forest.take(chosen, self.forest.sizes[chosen]),
+            self.before_roots[chosen],
+        )
+        if before.any():
+            forest = forest.after_chains(before)
+        starts, contexts = self.starts[chosen] - before, self.contexts[chosen] - before
+        places = np.stack((self.rows[chosen], starts, contexts))
+        return TreeBatch.build(forest, *places) if len(forest) else None
+
+    def collect_choices(
+        self,
+        logits: torch.Tensor,
+        num_nodes: Int64s,
+        req_ids: Sequence[str],
+        num_choices: int,
+        with_roots_of: Collection[str] = (),
+        wait: bool = True,
+    ) -> Verified | None:
+        """The model's likeliest tokens at roots and nodes; None if there is no row to look at.
+
+        `accepted` is False until `mark_accepted`. Call this before sampling, which
+        writes to the logits.
+
+        Parameters
+        ----------
+        logits : float [r + n, vocabulary]
+            A row for each request's root and then for each of its nodes.
+        num_nodes : int64 [r]
+            Scheduled nodes of each request.
+        req_ids
+            The requests of the batch.
+        num_choices : int
+            Tokens at each row.
+        with_roots_of
+            Requests whose root is wanted although they have no node.
+        wait
+            Whether to wait for the tokens, as in `top_choices`.
+        """
+
+        def choose(rows: Int64s) -> Choices:
+            return top_choices(logits, rows, num_choices, wait=wait)
+
+        return self.verified(choose, num_nodes, req_ids, with_roots_of)
+
+    def verified(
+        self,
+        choose: Callable[[Int64s], Choices],
+        num_nodes: Int64s,
+        req_ids: Sequence[str],
+        with_roots_of: Collection[str] = (),
+    ) -> Verified | None:
+        """As `collect_choices`; `choose` returns the choices at rows int64 [m] of the logits."""
+        trees = np.flatnonzero(self.from_proposer)
+        forest = self.forest
+        if len(trees) < len(forest):
+            forest = forest.take(trees, forest.sizes[trees])
+        rows = self.rows[trees]
+        if with_roots_of:
+            bare = [
+                row
+                for row in np.flatnonzero(num_nodes == 0).tolist()
+                if req_ids[row] in with_roots_of
+            ]
+            rows = np.concatenate([rows, np.array(bare, np.int64)])
+            forest = forest.with_empty(len(bare))
+        if not len(rows):
+            return None
+        roots = root_rows(num_nodes)[rows]
+        nodes = roots[forest.owners] + 1 + forest.places
+        choices = choose(np.concatenate([roots, nodes]))
+        t, n = len(forest), forest.num_nodes
+        return Verified(
+            [req_ids[row] for row in rows.tolist()],
+            forest,
+            choices.tokens[:t],
+            choices.tokens[t:],
+            choices.gaps,
+            np.zeros(n, np.bool_),
+        )
+
+    def mark_accepted(self, verified: Verified, paths: Int32s) -> None:
+        """Fill in which nodes of `verified` were accepted; `paths` as in `accepted_paths`."""
+        accepted = paths[self.from_proposer]
+        firsts = verified.forest.firsts[: len(accepted), None]
+        verified.accepted[(firsts + accepted)[accepted >= 0]] = True
+
+
+_NONE: Int64s = np.empty(0, np.int64)
+NO_DRAFTS = DraftStep(DraftForest.of([]), _NONE, _NONE, _NONE, np.empty(0, np.bool_), _NONE)

@@ -1,0 +1,125 @@
+"""The drafts of a step, before they have a place in its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead_vllm.draft.budget.cost import Load
+from lookahead_vllm.draft.jit import Int32s, Int64s
+from lookahead_vllm.draft.progress import NOTHING_WANTED, WantedDrafts
+from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.engine.step.draft_step import DraftStep
+
+
+class Plan(NamedTuple):
+    """The drafts of a step before the tokens of the one before are known."""
+
+    req_ids: Sequence[str]
+    """The requests that decode."""
+    wanted: WantedDrafts
+    load: Load
+    """Of the others."""
+
+
+NOTHING_PLANNED = Plan((), NOTHING_WANTED, Load())
+"""A step without drafts: the tokens before it are only read."""
+
+
+class Drafts(NamedTuple):
+    """The drafts of one step; the drafting rank sends them to the other ranks."""
+
+    req_ids: Sequence[str]
+    """The requests of the step that decode."""
+    forest: DraftForest
+    """A tree for each of them, possibly without nodes."""
+    num_tokens: Int64s
+    """int64 [t]: the tokens of prompt and answer of each, the last one is the root; 0 if they are
+    not known."""
+    from_proposer: NDArray[np.bool_] | None = None
+    """bool [t]: which trees are the proposer's, None for all; the others were changed by a
+    grammar."""
+    pays: bool = False
+    """Whether further steps should wait for drafts."""
+    whole_chain: bool = True
+    """Whether a trained drafter makes its whole chain after this step."""
+    waited: bool = True
+    """Whether the device waited for them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without probabilities and sources, which only the drafting rank needs, and as one byte
+        string, because the device waits for it."""
+        forest, count = self.forest, len(self.req_ids)
+        changed = np.zeros(count, np.bool_) if self.from_proposer is None else ~self.from_proposer
+        nodes = forest.tokens, forest.parents, forest.depths
+        fields = np.concatenate((forest.firsts, self.num_tokens, changed, *nodes)).astype(np.int32)
+        return _received, (list(self.req_ids), fields.tobytes(), self.pays, self.whole_chain)
+
+    def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> DraftStep:
+        """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32
+        [r] rows."""
+        forest, from_proposer, rows, contexts = self._with_nodes(self.rows_in(req_ids))
+        computed = np.zeros(len(req_ids), np.int32)
+        computed[rows] = contexts
+        return DraftStep.of_scheduled(forest, from_proposer, rows, num_tokens, computed)
+
+    def placed(self, rows: Int64s, starts: Int32s) -> DraftStep:
+        """The trees with nodes in a batch of requests that decode.
+
+        Parameters
+        ----------
+        rows : int64 [t]
+            The row of the batch of each tree's request, increasing.
+        starts : int32 [r + 1]
+            The first token of each request, then the number of tokens.
+        """
+        forest, from_proposer, rows, contexts = self._with_nodes(rows)
+        before_roots = np.zeros(len(rows), np.int64)
+        return DraftStep(
+            forest, rows, starts[rows].astype(np.int64), contexts, from_proposer, before_roots
+        )
+
+    def _with_nodes(self, rows: Int64s) -> tuple[DraftForest, NDArray[np.bool_], Int64s, Int64s]:
+        """The trees with nodes; of each whether it is the proposer's, its row of `rows` int64 [t],
+        and the tokens before its root."""
+        forest, from_proposer, contexts = self.forest, self.from_proposer, self.num_tokens - 1
+        if from_proposer is None:
+            from_proposer = np.ones(len(forest), np.bool_)
+        kept = np.flatnonzero(forest.sizes)
+        if len(kept) < len(forest):
+            forest = forest.take(kept, forest.sizes[kept])
+            rows, from_proposer, contexts = rows[kept], from_proposer[kept], contexts[kept]
+        return forest, from_proposer, rows, contexts
+
+    def rows_in(self, req_ids: Sequence[str]) -> Int64s:
+        """The row of the batch of each tree's request, int64 [t]."""
+        if req_ids is self.req_ids:
+            return np.arange(len(req_ids))
+        row_of = {req_id: row for row, req_id in enumerate(req_ids)}
+        return np.array([row_of[req_id] for req_id in self.req_ids], np.int64)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of nodes of each request that has any."""
+        sizes = zip(self.req_ids, self.forest.sizes.tolist(), strict=True)
+        return {req_id: size for req_id, size in sizes if size}
+
+
+def _received(req_ids: list[str], fields: bytes, pays: bool, whole_chain: bool) -> Drafts:
+    t = len(req_ids)
+    values = np.frombuffer(bytearray(fields), np.int32)  # an array that can be written to
+    firsts, num_tokens = (
+        values[: t + 1].astype(np.int64),
+        values[t + 1 : 2 * t + 1].astype(np.int64),
+    )
+    tokens, parents, depths = values[3 * t + 1 :].reshape(3, -1)
+    probs, sources = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.uint8)
+    forest = DraftForest(tokens, parents, probs, depths, sources, firsts)
+    unchanged = values[2 * t + 1 : 3 * t + 1] == 0
+    return Drafts(req_ids, forest, num_tokens, unchanged, pays, whole_chain)
+
+
+NO_TREES = Drafts((), DraftForest.of([]), np.empty(0, np.int64))

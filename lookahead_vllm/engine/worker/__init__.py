@@ -1,1 +1,0 @@
-"""What runs in a worker process, whichever model runner vLLM uses."""

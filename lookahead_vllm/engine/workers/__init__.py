@@ -1,0 +1,1 @@
+"""The workers for each device."""

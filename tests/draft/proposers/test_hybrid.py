@@ -1,0 +1,125 @@
+"""The hybrid proposer asks for the model's choices while they pay, and is the trie while not."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.draft.proposers import hybrid
+from lookahead_vllm.draft.proposers.hybrid import HybridProposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.draft.trie.candidates import CHOICES
+from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
+from lookahead_vllm.draft.verified import Verified
+from lookahead_vllm.options.server import LookaheadOptions
+
+OPTIONS = LookaheadOptions(proposer="hybrid", max_nodes=8192)
+LIMITS = [DraftLimits("a", 64, 32)]
+CYCLE = 50
+"""The model's text: 1000, 1001, ..., again and again; the request's own is never inserted."""
+
+
+def next_token(token: int) -> int:
+    return 1000 + (token - 1000 + 1) % CYCLE
+
+
+def step(proposer: HybridProposer, token: int) -> int:
+    """One step of a model that continues the cycle; returns the last emitted token."""
+    forest = draft_trees(proposer, LIMITS)
+    emitted = [next_token(token)]
+    accepted, node = np.zeros(forest.num_nodes, np.bool_), -1
+    while True:
+        children = np.flatnonzero((forest.parents == node) & (forest.tokens == emitted[-1]))
+        if not len(children):
+            break
+        node = int(children[0])
+        accepted[node] = True
+        emitted.append(next_token(emitted[-1]))
+    verified = None
+    if proposer.num_choices:
+        verified = Verified.nothing(["a"], forest, NUM_CHOICES)
+        ranks = np.arange(NUM_CHOICES, dtype=np.int32)
+        verified.at_roots[0] = next_token(token) + 100 * ranks
+        nodes = np.array([next_token(t) for t in forest.tokens.tolist()], np.int32)
+        verified.at_nodes[:] = nodes.reshape(-1, 1) + 100 * ranks
+        verified.gaps[:] = 2.0 * ranks
+        verified.accepted[:] = accepted
+    read(proposer, {"a": emitted}, verified)
+    return emitted[-1]
+
+
+def proposer_where_a_token_costs(cost: float) -> HybridProposer:
+    proposer = HybridProposer(OPTIONS)
+    proposer.cost = StepCost(CostCurve([1, 2, 128], [1.0, 1.0 + cost, 1.0 + 127 * cost]))
+    proposer.start("a", [1000], proposer="jacobi_window")  # so nothing comes from the trie
+    return proposer
+
+
+def steps_with_choices(proposer: HybridProposer, num_steps: int) -> int:
+    token, count = 1000, 0
+    for _ in range(num_steps):
+        count += proposer.num_choices > 0
+        token = step(proposer, token)
+    return count
+
+
+def test_choices_that_are_accepted_stay() -> None:
+    proposer = proposer_where_a_token_costs(0.001)
+    assert steps_with_choices(proposer, 300) == 300
+    assert proposer.worth > 1
+
+
+def test_where_no_node_pays_nothing_is_asked_for() -> None:
+    proposer = proposer_where_a_token_costs(10.0)
+    assert 50 < steps_with_choices(proposer, 300) < 100
+    assert proposer.num_choices == 0
+
+
+def test_they_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "RETRY_STEPS", 100)
+    proposer = proposer_where_a_token_costs(10.0)
+    steps_with_choices(proposer, 120)
+    proposer.cost = StepCost(CostCurve([1, 128], [1.0, 1.1]))
+    steps_with_choices(proposer, 120)
+    assert steps_with_choices(proposer, 300) == 300
+
+
+def test_a_fixed_budget_always_has_them() -> None:
+    proposer = HybridProposer(LookaheadOptions(proposer="hybrid", budget=8, max_nodes=8192))
+    proposer.start("a", [1000])
+    assert steps_with_choices(proposer, 300) == 300
+
+
+def test_without_choices_it_is_the_trie(monkeypatch: pytest.MonkeyPatch) -> None:
+    without, trie = HybridProposer(OPTIONS), HybridProposer(OPTIONS)
+    without._use_choices(False)
+    # Anything else of the branch raises.
+    monkeypatch.setattr(
+        without, "branch", SimpleNamespace(start=lambda *_: None, finish=lambda _: None)
+    )
+    lines = without._lines.copy()
+    text = np.random.default_rng(0).integers(0, 4, 400).tolist()
+    for proposer in (without, trie):
+        proposer.insertion.seconds = math.inf
+    without.start("a", text)
+    trie.start("a", text, proposer="ngram_trie")
+    for token in text[:100]:
+        grown = [draft_trees(proposer, LIMITS)[0] for proposer in (without, trie)]
+        np.testing.assert_array_equal(grown[0].tokens, grown[1].tokens)
+        np.testing.assert_array_equal(grown[0].parents, grown[1].parents)
+        observed = Verified.nothing(["a"], DraftForest.of([DraftTree.chain([token])]), NUM_CHOICES)
+        read(without, {"a": [token]}, observed)  # asked for before
+        read(trie, {"a": [token]})
+    np.testing.assert_array_equal(without._lines, lines)
+
+
+def test_a_request_that_starts_meanwhile_has_choices_later() -> None:
+    proposer = HybridProposer(OPTIONS)
+    proposer._use_choices(False)
+    proposer.start("a", [1, 2, 3])
+    assert not proposer._texts.spaces[proposer._texts.rows_of(["a"]), CHOICES].any()
+    proposer._use_choices(True)
+    assert proposer._texts.spaces[proposer._texts.rows_of(["a"]), CHOICES].all()

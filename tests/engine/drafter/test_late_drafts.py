@@ -1,0 +1,134 @@
+"""Late drafts when requests and the device do not behave."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from lookahead_vllm.engine.grammar.tree_walk.copies import GrammarCopies
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
+from lookahead_vllm.engine.grammar import copies as grammar_copies
+from lookahead_vllm.engine.runner.runner import LookaheadRunner
+from lookahead_vllm.engine.step.step import Step
+from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.proposers import TestProposer
+
+
+def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_start = threading.Event()
+
+    class Manager:
+        def __init__(self, config: Any) -> None:
+            assert may_start.wait(60)
+            self.initialised: list[str] = []
+
+        def grammar_init(self, request: Any) -> None:
+            self.initialised.append(request.request_id)
+            request.structured_output_request.grammar = object()
+
+        def clear_backend(self) -> None:
+            self.initialised.clear()
+
+    monkeypatch.setattr(grammar_copies, "StructuredOutputManager", Manager)
+    copies = grammar_copies.GrammarCopies(None)  # type: ignore[arg-type]
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    copies.start(
+        SimpleNamespace(  # type: ignore[arg-type]
+            req_id="r", prompt_token_ids=[1], prompt_embeds=None, sampling_params=params
+        )
+    )
+    draft = "r", DraftTree.from_lists([5], [-1]), 4, 4
+    assert not len(copies.complete(*draft))
+    copies.advance("r", [5])
+    may_start.set()
+    copies._compiling.submit(lambda: None).result()
+    assert not len(copies.complete(*draft))  # the grammar has not read the first token
+    assert copies._manager.initialised == ["r"]  # type: ignore[union-attr]
+    copies.shutdown()
+
+
+def test_the_cache_is_saved_even_if_the_device_has_failed() -> None:
+    ended: list[str] = []
+
+    def learn() -> None:
+        raise RuntimeError("the device has failed")
+
+    class Base:
+        def shutdown(self) -> None:
+            ended.append("vLLM")
+
+    class Runner(LookaheadRunner, Base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._late: Any = SimpleNamespace(learn=learn)
+            self.drafter: Any = SimpleNamespace(shutdown=lambda: ended.append("drafter"))
+            self._grammars: Any = SimpleNamespace(shutdown=lambda: ended.append("grammars"))
+
+    with pytest.raises(RuntimeError, match="the device has failed"):
+        Runner().shutdown()
+    assert ended == ["drafter", "grammars", "vLLM"]
+
+
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: bool) -> None:
+    """Not even if a new request has its id and its row when they arrive."""
+    learned: list[Any] = []
+    awaited: list[Any] = []
+
+    class Proposer(TestProposer):
+        def plan(self, *args: Any) -> None:
+            awaited.append(args[-1])
+
+        def read(self, request_id: str, tokens: list[int]) -> None:
+            learned.append((request_id, tokens))
+
+    proposer = Proposer(LookaheadOptions())
+
+    drafter: Any = SimpleNamespace(
+        recorder=SimpleNamespace(drafting=lambda: nullcontext()),
+        surviving=lambda task: nullcontext(),
+        proposer=proposer,
+        options=LookaheadOptions(),
+        max_model_len=100,
+        checked=lambda forest, max_nodes: forest,
+        is_drafting_rank=True,
+    )
+    late = LateDrafts(drafter, GrammarCopies(None))  # type: ignore[arg-type]
+    new: Any = SimpleNamespace(
+        req_id="r",
+        prompt_token_ids=[1, 2],
+        prompt_is_token_ids=None,
+        mm_features=[],
+        prefill_token_ids=[1, 2],
+        sampling_params=SamplingParams(max_tokens=9),
+    )
+    output: Any = SimpleNamespace(
+        model_runner_output=SimpleNamespace(req_ids=["r"]),
+        num_sampled_tokens_np=np.array([1]),
+        sampled_token_ids=np.array([[5]]),
+        copy_event=SimpleNamespace(),
+    )
+    verified: Any = SimpleNamespace(request_ids=["r"])
+
+    def launched() -> Step:
+        return Step(SchedulerOutput.make_empty(), output=output, verified=verified)
+
+    late.start(new)
+    late.add_step(launched())
+    late.learn()
+    late.add_step(launched())
+    late.finish("r")
+    if is_used_again:
+        late.start(new)
+    late.learn()
+    assert (learned, awaited) == ([("r", [5])], [verified, None])

@@ -1,0 +1,341 @@
+"""Steps that vLLM prepares before their drafts are known give plain vLLM's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.draft.proposers.hybrid import HybridProposer
+from lookahead_vllm.engine.step.late_shape import LateMetadata
+from tests.support import graph_engine
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    random_prompts,
+    runner_of,
+)
+from tests.support.proposers import record
+
+PROMPTS = random_prompts(9, 50, seed=5)
+KINDS: list[dict[str, Any]] = [
+    dict(temperature=0),
+    dict(temperature=0.8, seed=3, top_p=0.9),
+    dict(temperature=0.9, seed=4, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2),
+]
+PARAMS = [
+    SamplingParams(**KINDS[i % 3], max_tokens=30, ignore_eos=True, detokenize=False)
+    for i in range(len(PROMPTS))
+]
+DRAWN = [
+    SamplingParams(
+        temperature=(0, 0.8, 1)[i % 3], seed=i, max_tokens=30, ignore_eos=True, detokenize=False
+    )
+    for i in range(len(PROMPTS))
+]
+"""They need nothing but the model's logits, a temperature and a seed."""
+ABORTED = (3, 7)
+MODES = ("eager", "graphs")
+MERGED = "graphs that merge contexts"
+
+
+class Steps:
+    """Counts the steps of an engine with slots for drafts."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.early = self.waiting = 0
+        self.placed: list[tuple[int, int]] = []
+        """The rows of each early step, and those that vLLM had prepared."""
+        runner, shape = runner_of(llm), runner_of(llm)._shape
+        begin, share_out = runner._begin, shape.share_out
+
+        def begins(scheduled: Any) -> Any:
+            step = begin(scheduled)
+            self.early += step.is_late
+            self.waiting += step.has_slots and not step.is_late
+            return step
+
+        def shares_out(step: Any) -> Any:
+            split = share_out(step)
+            self.placed.append((split.num_rows, step.prepared.num_tokens))
+            return split
+
+        monkeypatch.setattr(runner, "_begin", begins)
+        monkeypatch.setattr(shape, "share_out", shares_out)
+
+
+@contextmanager
+def lookahead(mode: str, model: Path, options: dict[str, Any], **kwargs: Any) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        if mode != "eager":
+            merges = mode == MERGED
+            graph_engine.enable(patch, schedules=merges or "schedule" in mode, merges=merges)
+        with engine(model, options, **kwargs) as llm:
+            yield llm
+
+
+def answers_of(llm: LLM) -> list[Any]:
+    staggered = generate_staggered(llm, PROMPTS, PARAMS, abort=ABORTED, every=5)
+    kept = [staggered[i] for i in range(len(PROMPTS)) if i not in ABORTED]
+    begun = [staggered[i][0][:10] for i in ABORTED]
+    return [kept, begun, generate(llm, PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def plain(llama: Path) -> list[Any]:
+    with engine(llama) as llm:
+        answers = answers_of(llm)
+        record(PROMPTS, answers[2])
+        return answers
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("graphs", dict(proposer="ngram_trie", budget=8)),
+        ("eager", dict(proposer="hybrid", budget=6)),
+        ("graphs", dict(proposer="hybrid", budget="auto")),
+        ("eager", dict(proposer="hidden_path", budget=8)),
+        (MERGED, dict(proposer="hidden_path", budget=8)),
+        # They fill any graph.
+        ("graphs", dict(proposer="hidden_path", budget="auto", num_speculative_tokens=24)),
+    ],
+)
+def test_the_tokens_are_plain_vllms(
+    mode: str, options: dict[str, Any], llama: Path, plain: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    record(PROMPTS, plain[2])
+    may_pause = options["budget"] == "auto" and options["proposer"] == "hybrid"
+    with lookahead(mode, llama, options, drafts=None if may_pause else True) as llm:
+        steps = Steps(llm, monkeypatch)
+        assert answers_of(llm) == plain
+        assert answers_of(llm) == plain  # which the trie has learned
+        counters = drafter_of(llm).counters
+        if may_pause:
+            return
+        assert steps.early > 3 * steps.waiting
+        assert counters.branching_trees > 100
+        assert counters.moved_tokens > 5
+        assert any(rows < prepared for rows, prepared in steps.placed)
+        if mode != "eager":
+            replays = [replay for replay in runner_of(llm).replays if replay.has_drafts]
+            assert sum(replay.num_trees for replay in replays) > 50
+            assert any(replay.num_tokens < replay.num_prepared for replay in replays)
+            assert runner_of(llm).num_tails < 0.5 * len(
+                replays
+            )  # others have all kinds of requests
+            # A later graph reads all rows up to its size.
+            assert runner_of(llm).input_buffers.input_ids.min() >= 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("graphs", dict(proposer="hybrid", budget=6)),
+        (MERGED, dict(proposer="hidden_path", budget=8)),
+    ],
+)
+def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(
+    mode: str, options: dict[str, Any], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers_of(llm: LLM) -> list[Any]:
+        again = generate_staggered(llm, PROMPTS, DRAWN, every=3, reset_every=9)
+        return [generate(llm, PROMPTS, DRAWN), again]
+
+    with engine(llama) as llm:
+        plain = answers_of(llm)
+    record(PROMPTS, plain[0])
+    with lookahead(mode, llama, options) as llm:
+        runner, late, launched = runner_of(llm), runner_of(llm)._late, []
+        add_step = late.add_step
+        monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
+        assert answers_of(llm) == plain
+        assert answers_of(llm) == plain
+        in_graphs = [step for step in launched if step.graph]
+        assert len(in_graphs) > 20 and all(step.has_tail for step in in_graphs)
+        assert runner.num_tails == len(in_graphs)
+        assert drafter_of(llm).counters.moved_tokens > 5
+        observed = [step.verified is not None for step in in_graphs]
+        assert any(observed) is (options["proposer"] == "hybrid")
+
+
+@pytest.mark.parametrize("proposer", ["ngram_trie", "hybrid"])
+@pytest.mark.parametrize("mode", ["graphs", "graphs with a schedule"])
+def test_steps_without_slots_are_one_launch_after_the_model_too(
+    mode: str, proposer: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts never pay, so few steps have slots; but some do."""
+    every_kind = [*DRAWN[:6], *PARAMS[6:]]
+
+    def answers_of(llm: LLM) -> list[Any]:
+        again = generate_staggered(llm, PROMPTS, every_kind, every=3, reset_every=9)
+        return [generate(llm, PROMPTS, every_kind), generate(llm, PROMPTS[:3], LONG), again]
+
+    with engine(llama) as llm:
+        plain = answers_of(llm)
+    cost = StepCost(CostCurve([1, 1024], [1.0, 1.001]), drafts=50.0)
+    monkeypatch.setattr(cost, "observe", lambda work, time: time)
+    with lookahead(mode, llama, {"proposer": proposer}, drafts=None) as llm:
+        drafter_of(llm).proposer.cost = cost
+        runner, late, launched = runner_of(llm), runner_of(llm)._late, []
+        add_step = late.add_step
+        monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
+        for _ in range(3):
+            assert answers_of(llm) == plain
+        without = [step for step in launched if step.is_late and not step.has_slots]
+        assert sum(step.has_tail for step in without) > 50
+        assert sum(step.repeats for step in without) > 50
+        assert sum(not step.has_tail for step in without) > 10  # some requests need more
+        assert any(step.has_slots for step in launched)
+        assert all(not step.is_late or step.graph for step in launched)
+        # A tail may have more rows than the model's graph.
+        tails = [(step.graph, runner.cudagraph_manager.tail_of(step.graph)) for step in without]
+        assert any(tail.num_tokens > graph.num_tokens for graph, tail in tails)
+
+
+LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
+"""In three KV blocks of 32."""
+
+
+def _reused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Will hold, for each step, whether it is served by what was prepared for the last one."""
+    runner, reused = runner_of(llm), []
+    begin = runner._begin
+
+    def begins(scheduled: Any) -> Any:
+        step = begin(scheduled)
+        reused.append(step.repeats)
+        return step
+
+    monkeypatch.setattr(runner, "_begin", begins)
+    return reused
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_of_the_same_batch_is_not_prepared_again(
+    mode: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(llama) as llm:
+        plain = generate(llm, PROMPTS, LONG)
+    record(PROMPTS, plain)
+    with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
+        reused = _reused(llm, monkeypatch)
+        assert generate(llm, PROMPTS, LONG) == plain
+        assert sum(reused) > 0.6 * len(reused)
+
+
+def test_steps_may_be_synchronous(
+    llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(PROMPTS, plain[2])
+    options = {"proposer": "hidden_path", "budget": 8}
+    with lookahead("eager", llama, options, async_scheduling=False) as llm:
+        steps = Steps(llm, monkeypatch)
+        assert answers_of(llm) == plain
+        assert steps.early > 3 * steps.waiting
+        assert drafter_of(llm).counters.branching_trees > 50
+
+
+def _fails_at_every_third_call(original: Any) -> Any:
+    calls = 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise RuntimeError("as planned")
+        return original(*args)
+
+    return failing
+
+
+def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(
+    llama: Path, plain: list[Any]
+) -> None:
+    with lookahead("eager", llama, {"proposer": "hybrid", "budget": 6}) as llm:
+        counters = drafter_of(llm).counters
+        for name in ("plan", "_begin_and_grow", "_cut", "learn"):
+            with pytest.MonkeyPatch.context() as patch:
+                original = getattr(HybridProposer, name)
+                patch.setattr(HybridProposer, name, _fails_at_every_third_call(original))
+                assert answers_of(llm) == plain
+            assert counters.failures > 10, name
+            counters.failures = 0  # they were planned
+
+
+@pytest.mark.parametrize("mode", ["graphs", MERGED])
+def test_steps_that_wait_before_they_are_prepared_run_in_graphs(
+    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(PROMPTS, plain[2])
+    with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
+        steps = Steps(llm, monkeypatch)
+        monkeypatch.setattr(runner_of(llm)._shape, "is_possible", False)
+        assert answers_of(llm) == plain
+        assert not steps.early
+        assert sum(replay.num_trees for replay in runner_of(llm).replays) > 50
+
+
+@pytest.mark.parametrize("mode", ["graphs", "graphs with a schedule"])
+def test_a_step_without_a_node_runs_plain_vllms_graph(
+    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lookahead(mode, llama, {"budget": 8}, drafts=False) as llm:
+        monkeypatch.setattr(drafter_of(llm), "max_step_nodes", 0)
+        steps = Steps(llm, monkeypatch)
+        assert answers_of(llm) == plain
+        assert steps.early > 10
+        empty = [r for r in runner_of(llm).replays if not r.has_drafts and r.num_prepared > 9]
+        assert len(empty) > 10
+
+
+@pytest.mark.parametrize("mode", ["eager", MERGED])
+def test_requests_that_start_again_keep_their_tokens(
+    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(PROMPTS, plain[2])
+    with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
+        steps = Steps(llm, monkeypatch)
+        again = generate_staggered(llm, PROMPTS, PARAMS, every=3, reset_every=9)
+        assert again == plain[2]
+        assert steps.early > 10
+
+
+def test_prompts_and_grammars_wait_for_the_drafts(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = StructuredOutputsParams(regex="[a-z]{3}[0-9]{20}")
+    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=grammar)
+    with lookahead("eager", llama, {"budget": 8}, skip_tokenizer_init=False) as llm:
+        steps = Steps(llm, monkeypatch)
+        generate(llm, PROMPTS[:3], params)
+        assert steps.waiting > 5 and not steps.early
+
+
+# ---- metadata ------------------------------------------------------------------------------------
+
+
+def test_metadata_is_made_once_when_a_layer_asks_for_it() -> None:
+    made: list[int] = []
+
+    def build() -> dict[str, Any]:
+        made.append(1)
+        return {"first": torch.zeros(1), "second": torch.ones(1)}
+
+    metadata = LateMetadata(build)
+    assert not made
+    assert metadata["second"].item() == 1 and metadata.get("first").item() == 0
+    assert metadata.get("third") is None
+    with pytest.raises(KeyError, match="third"):
+        metadata["third"]
+    assert len(made) == 1

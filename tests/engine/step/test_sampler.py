@@ -1,0 +1,125 @@
+"""The rows of a step are sampled in chunks of bounded memory, and a step has a bounded number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+
+from lookahead_vllm.engine.drafter import drafter
+from lookahead_vllm.engine.step import sampler
+from tests.support.driving import drafter_of, engine, random_prompts, runner_of
+from tests.support.proposers import record
+
+HIDDEN = {"proposer": "hidden_path", "budget": 16}
+PROMPTS = random_prompts(8, 30, seed=41)
+LENGTH = dict(max_tokens=40, ignore_eos=True, detokenize=False)
+PARAMS = [
+    SamplingParams(temperature=0, logprobs=2, **LENGTH),
+    SamplingParams(temperature=0.8, seed=3, top_p=0.9, logprobs=1, **LENGTH),
+    SamplingParams(temperature=0.7, seed=4, repetition_penalty=1.2, **LENGTH),
+    SamplingParams(temperature=0, presence_penalty=0.5, bad_words=[], **LENGTH),
+] * 2
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 20))
+def test_chunks_hold_all_rows_in_order(sizes: list[int], most: int) -> None:
+    ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
+    chunks = sampler.chunks_of(ends, most)
+    rows = [row for chunk in chunks for row in range(len(sizes))[chunk.requests]]
+    assert rows == list(range(len(sizes)))
+    for requests, own in chunks:
+        assert (own.start, own.stop) == (ends[requests.start], ends[requests.stop])
+        assert own.stop - own.start <= most or requests.stop - requests.start == 1
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_chunks_give_the_same_answers(
+    mode: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    original = sampler.NodeSampler._verify
+
+    def verify(self: Any, step: Any, logits: Any, batch: Any, chunk: Any, *args: Any) -> Any:
+        rows.append(chunk.rows.stop - chunk.rows.start)
+        return original(self, step, logits, batch, chunk, *args)
+
+    monkeypatch.setattr(sampler.NodeSampler, "_verify", verify)
+    with engine(llama, logprobs_mode=mode) as plain:
+        vanilla = outputs_of(plain)
+    record(PROMPTS, [[tokens] for tokens, _ in vanilla])
+    monkeypatch.setattr(sampler, "MAX_CHUNK_BYTES", 40 * 4 * 128)
+    with engine(llama, HIDDEN, logprobs_mode=mode) as llm:
+        answers = outputs_of(llm)
+        assert drafter_of(llm).counters.moved_tokens > 20
+    assert max(rows) <= 40 and len(rows) > 20
+    for (tokens, logprobs), (expected, logprobs_of_plain) in zip(answers, vanilla, strict=True):
+        assert tokens == expected
+        assert [list(step) for step in logprobs] == [list(step) for step in logprobs_of_plain]
+        for step, step_of_plain in zip(logprobs, logprobs_of_plain, strict=True):
+            for token, value in step.items():
+                assert value == pytest.approx(step_of_plain[token], abs=1e-4)
+
+
+def test_a_step_has_no_more_nodes_than_its_logits_may_have(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(llama) as plain:
+        vanilla = outputs_of(plain)
+    record(PROMPTS, [[tokens] for tokens, _ in vanilla])
+    monkeypatch.setattr(drafter, "MAX_LOGITS_BYTES", 50 * 4 * 128)
+    with engine(llama, HIDDEN) as llm:
+        assert drafter_of(llm).max_step_nodes == 50
+        budgets = spy_on_nodes(llm, monkeypatch)
+        assert [tokens for tokens, _ in outputs_of(llm)] == [tokens for tokens, _ in vanilla]
+    assert 40 < max(budgets) <= 50
+
+
+def test_vllm_counts_the_logits_of_the_largest_step(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(llama, HIDDEN) as llm:
+        runner, rows = runner_of(llm), []
+        original = runner.model.compute_logits
+
+        def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
+            rows.append(len(hidden_states))
+            return original(hidden_states)
+
+        monkeypatch.setattr(runner.model, "compute_logits", compute_logits)
+        drafter_of(llm).max_step_nodes = 100
+        runner._dummy_sampler_run(torch.zeros(4, runner.model_config.get_hidden_size()))
+        assert rows == [4, 104]
+
+
+def outputs_of(llm: Any) -> list[tuple[list[int], list[dict[int, float]]]]:
+    """Tokens, and logprobs by position and token, of each answer."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    answers = [output.outputs[0] for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    return [
+        (
+            list(answer.token_ids),
+            [{t: found.logprob for t, found in step.items()} for step in answer.logprobs or ()],
+        )
+        for answer in answers
+    ]
+
+
+def spy_on_nodes(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of nodes that each step gets, as it is grown."""
+    own, sizes = runner_of(llm)._late, []
+    original = own.grow
+
+    def grow(*args: Any) -> Any:
+        drafts = original(*args)
+        sizes.append(drafts.forest.num_nodes)
+        return drafts
+
+    monkeypatch.setattr(own, "grow", grow)
+    return sizes

@@ -1,0 +1,76 @@
+"""A step from the scheduler's output until its tokens are counted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from lookahead_vllm.draft.budget.cost import StepWork
+from lookahead_vllm.engine.runner.runner import LookaheadRunner
+from lookahead_vllm.engine.step.step import State, Step
+
+
+def scheduled(slots: dict[str, int]) -> SchedulerOutput:
+    """A step that decodes requests with so many slots."""
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {req_id: 1 + count for req_id, count in slots.items()}
+    output.total_num_scheduled_tokens = len(slots) + sum(slots.values())
+    output.scheduled_spec_decode_tokens = {i: [-1] * count for i, count in slots.items() if count}
+    return output
+
+
+def test_the_page_of_a_step_lists_its_fields_in_order() -> None:
+    page = Path(__file__).parents[3] / "docs/design.md"
+    table = re.search(r"\| adds to `Step` \|\n.*?\n\n", page.read_text(), re.S)
+    assert table
+    stations = [row.split("|")[4] for row in table[0].strip().splitlines()[2:]]
+    listed = re.findall(r"`(\w+)`", " ".join(stations))
+    assert listed == [field.name for field in fields(Step)]
+
+
+def test_vllm_prepares_no_more_slots_than_there_may_be_nodes() -> None:
+    step = Step(scheduled({"a": 4, "b": 0, "c": 3}))
+    assert step.has_slots and step.num_slots == 7 and not step.is_late
+    step.prepare_early(5)
+    assert step.state is State.PREPARED
+    assert step.shaped.num_scheduled_tokens == {"a": 5, "b": 1, "c": 2}
+    assert step.shaped.scheduled_spec_decode_tokens == {"a": [-1] * 4, "c": [-1]}
+    assert step.scheduled.num_scheduled_tokens == {"a": 5, "b": 1, "c": 4}
+
+
+@pytest.mark.parametrize(
+    ("slots", "repeats"),
+    [({"a": 4, "b": 2}, True), ({"b": 2, "a": 4}, False), ({"a": 4, "b": 3}, False)],
+)
+def test_a_step_of_the_same_batch_takes_over_what_was_prepared(
+    slots: dict[str, int], repeats: bool
+) -> None:
+    last, step = Step(scheduled({"a": 4, "b": 2})), Step(scheduled(slots))
+    last.prepare_early(5)
+    last.found = last.prepared = object()
+    assert step.repeat(last) is step.repeats is step.is_late is repeats
+    if repeats:
+        assert (step.found, step.most_nodes) == (last.found, 5) and step.may_repeat
+    last.may_repeat = False
+    assert not Step(scheduled(slots)).repeat(last)
+
+
+@pytest.mark.parametrize(
+    ("rows", "has_prefill", "is_known"), [(1, False, True), (5, False, False), (1, True, False)]
+)
+def test_a_step_that_reads_a_prompt_has_no_known_work(
+    rows: int, has_prefill: bool, is_known: bool
+) -> None:
+    runner: Any = object.__new__(LookaheadRunner)
+    runner._late = SimpleNamespace(contexts=lambda step: np.array([50]))
+    step = Step(SchedulerOutput.make_empty())
+    step.batch = SimpleNamespace(num_reqs=1, num_tokens=rows, has_prefill=has_prefill)
+    runner._measure(step)
+    assert step.work == (StepWork(1, 1, 0, 50, 50, 0) if is_known else None)

@@ -1,0 +1,274 @@
+"""A captured tail gives, to the bit, what the sampler and the walk give outside of graphs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
+from vllm.v1.worker.gpu.input_batch import InputBuffers
+from vllm.v1.worker.gpu.states import RequestState
+
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
+from lookahead_vllm.engine.attention.attended import AttendedTrees
+from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
+from lookahead_vllm.engine.cpu_kernels import table
+from lookahead_vllm.engine.runner import graph_runner
+from lookahead_vllm.engine.runner.draft_graphs import DraftGraphManager
+from lookahead_vllm.engine.runner.graph_runner import GraphRunner
+from lookahead_vllm.engine.runner.runner import LookaheadRunner
+from lookahead_vllm.engine.step.drafts import Drafts
+from lookahead_vllm.engine.step.late_shape import LateShape
+from lookahead_vllm.engine.step.sampler import NodeSampler, RootSampler
+from lookahead_vllm.engine.step.step import Step
+from lookahead_vllm.engine.step.tail import Draws
+from lookahead_vllm.verify.place import NO_ENTRY, StepRows
+from lookahead_vllm.verify.place import cpu as place
+from tests.support import recorded_graphs
+from tests.support.attention_cases import random_tree
+
+ENTRIES, ROWS, LONGEST, VOCAB = 80, 256, 9, 1100  # two blocks of the sampling kernel
+BLOCK, BLOCKS = 4, 8
+CPU = torch.device("cpu")
+STALE = 10**6
+
+
+@pytest.fixture(autouse=True)
+def _kernels_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.v1.worker.gpu.buffer_utils.UvaBuffer", UvaBuffer)
+    table.install()
+    recorded_graphs.enable(monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+
+
+class _Mover:
+    """Stands in for the K/V of one slot of all layers."""
+
+    def __init__(self) -> None:
+        self.cache = torch.zeros(ENTRIES * BLOCKS * BLOCK, dtype=torch.int64)
+
+    def move_paths(self, origins: torch.Tensor, targets: torch.Tensor) -> None:
+        for source, target in zip(origins.T, targets.T, strict=True):
+            self.cache[target] = self.cache[source]
+
+
+class Engine:
+    """The part of an engine from the drafts of a step to its tokens."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.states = RequestState(ENTRIES, BLOCKS * BLOCK, ROWS, LONGEST - 1, VOCAB, CPU)
+        config: Any = SimpleNamespace(reasoning_config=None)
+        self.sampler = RootSampler(lambda *_: None, config, ENTRIES, VOCAB, CPU, self.states)
+        self.sampler.draws = Draws(ENTRIES, CPU)
+        self.nodes = NodeSampler(self.sampler, lambda: self.runner.step)
+        for entry in range(ENTRIES):
+            self.add(entry)
+        buffers = InputBuffers(ENTRIES, ROWS, CPU)
+        blocks = self.rng.permutation(ENTRIES * BLOCKS).reshape(ENTRIES, BLOCKS).astype(np.int32)
+        tables = SimpleNamespace(
+            slot_mappings=torch.full((2, ROWS), -1),
+            block_tables=[SimpleNamespace(gpu=torch.from_numpy(part)) for part in (blocks, blocks)],
+            block_sizes=[BLOCK, BLOCK],
+            input_block_tables=(None, None),
+        )
+        runner = self.runner = object.__new__(GraphRunner)
+        runner.model_state = runner.vllm_config = runner.parallel_config = None
+        runner.req_states, runner.device = self.states, CPU
+        runner.drafter = SimpleNamespace(proposer=SimpleNamespace(num_choices=0))
+        runner.input_buffers, runner.block_tables = buffers, tables
+        runner.sampler, runner.decode_query_len = self.sampler, LONGEST
+        self.movers = [_Mover(), _Mover()]
+        runner._branching = NOTHING_BRANCHES._replace(movers=self.movers)
+        runner._shape = self.shape = LateShape(runner, None)
+        # What the model leaves: logits that a few tokens share, most often of the rows' tokens.
+        self.table = torch.from_numpy(self.rng.normal(size=(VOCAB, VOCAB)).astype(np.float32))
+        self.likely = self.rng.integers(0, VOCAB, (VOCAB, 3))
+        self.table[np.arange(VOCAB)[:, None], self.likely] += 9
+        self.table = self.table.to(dtype)
+        runner.model = SimpleNamespace(compute_logits=lambda hidden: hidden * 1.5)
+        runner.cudagraph_manager = self.manager = self.captured()
+
+    def captured(self) -> DraftGraphManager:
+        sizes = [8, 64, ROWS]
+        compilation = CompilationConfig(
+            mode=CompilationMode.VLLM_COMPILE,
+            cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
+            cudagraph_capture_sizes=sizes,
+            max_cudagraph_capture_size=ROWS,
+        )
+        config: Any = SimpleNamespace(
+            compilation_config=compilation,
+            scheduler_config=SimpleNamespace(max_num_seqs=ENTRIES),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+            speculative_config=None,
+            cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        )
+        mode = compilation.cudagraph_mode
+        manager = DraftGraphManager(AttendedTrees(), config, CPU, mode, decode_query_len=1)
+        assert manager.add_draft_graphs(LONGEST) == sizes
+        manager.hidden_states = torch.zeros(ROWS, VOCAB, dtype=self.table.dtype)
+        self.runner.cudagraph_manager = manager
+        with torch.inference_mode():
+            manager.tails = manager._capture_tails(
+                lambda desc: recorded_graphs.recorded(self.runner._make_tail(desc))
+            )
+        assert {desc.num_tokens for desc in manager.tails} == set(sizes)
+        return manager
+
+    def add(self, entry: int) -> None:
+        """A request takes the place of another one."""
+        seed = int(self.rng.integers(-(2**62), 2**62)) if self.rng.random() < 0.7 else None
+        temperature = float(self.rng.choice([0, 0.3, 0.8, 1, 1.7]))
+        self.sampler.add_request(entry, SamplingParams(temperature=temperature, seed=seed))
+
+    def step(self) -> Step:
+        """A random step: trees, chains and requests without a draft, in the order of no entry."""
+        rng, states = self.rng, self.states
+        for entry in rng.permutation(ENTRIES)[:9].tolist():
+            self.add(entry)
+        self.sampler.apply_staged_writes()
+        most = int(rng.choice([8, 64, ROWS, ROWS]))
+        states.last_sampled_tokens[:] = torch.from_numpy(rng.integers(0, VOCAB, (ENTRIES, 1)))
+        contexts = rng.integers(0, BLOCKS * BLOCK - LONGEST, ENTRIES).astype(np.int32)
+        states.num_computed_tokens.gpu[:] = torch.from_numpy(contexts)
+        entries = rng.permutation(ENTRIES)[: int(rng.integers(1, min(most, ENTRIES) + 1))]
+        left, trees = most - len(entries), []
+        for entry in entries.tolist():
+            size = min(int(rng.integers(0, LONGEST)), left)
+            left -= size
+            trees.append(self.tree(int(states.last_sampled_tokens[entry, 0]), size))
+        step = Step(SchedulerOutput.make_empty())
+        req_ids = [str(entry) for entry in entries]
+        step.drafts = step.whole = Drafts(req_ids, DraftForest.of(trees), contexts[entries] + 1)
+        step.prepared = SimpleNamespace(
+            req_ids=req_ids,
+            num_reqs=len(entries),
+            idx_mapping=torch.from_numpy(entries.astype(np.int32)),
+            idx_mapping_np=entries.astype(np.int32),
+            num_computed_tokens_np=contexts[entries],
+        )
+        step.slots = self.runner.block_tables.slot_mappings
+        return step
+
+    def tree(self, root: int, size: int) -> DraftTree:
+        shape, tokens = random_tree(self.rng, size), [root]
+        for parent in shape.parents.tolist():
+            likely = self.likely[tokens[parent + 1]]
+            tokens.append(int(likely[0 if self.rng.random() < 0.8 else 2]))
+        return DraftTree.from_lists(tokens[1:], shape.parents)
+
+    def poison(self) -> None:
+        """Overwrite what the step must write itself."""
+        rows = self.shape._rows
+        for part in (rows.ids, rows.positions, rows.parents, rows.places, rows.depths):
+            part.fill_(STALE)
+        rows.slots.fill_(3)
+        rows.starts.copy_(torch.arange(len(rows.starts)))
+        assert self.manager.hidden_states is not None
+        self.manager.hidden_states.fill_(torch.nan)
+        for mover in self.movers:
+            mover.cache[:] = torch.from_numpy(self.rng.permutation(len(mover.cache)))
+
+    def run(self, step: Step) -> int:
+        """Run a step in a graph, and compare what it leaves; returns the emitted tokens."""
+        manager, runner, shape = self.manager, self.runner, self.shape
+        self.poison()
+        split = shape.share_out(step)
+        step.graph = manager._draft_graphs[split.num_rows, 0]
+        num_rows, padded = split.num_rows, step.graph.num_tokens
+        shape.place(padded)
+        assert (shape._rows.entries[num_rows:padded] == NO_ENTRY).all()
+        hidden = manager.hidden_states
+        assert hidden is not None
+        hidden[:num_rows] = self.table[shape._rows.ids[:num_rows].long()]
+        before = [mover.cache.clone() for mover in self.movers]
+        runner.step = step
+        assert runner._fits_tail(step)
+        step.has_tail = True
+        output, *_ = runner.sample(hidden[:padded], step.prepared, None)
+        runner._settle(step)
+        moved = [mover.cache.clone() for mover in self.movers]
+        for mover, cache in zip(self.movers, before, strict=True):
+            mover.cache.copy_(cache)
+        expected = self.outside_of_graphs(step, hidden[:num_rows])
+        width = expected.sampled_token_ids.shape[1]
+        assert torch.equal(output.sampled_token_ids[:, :width], expected.sampled_token_ids)
+        assert torch.equal(output.num_sampled, expected.num_sampled)
+        assert torch.equal(output.num_rejected, expected.num_rejected)
+        for mover, cache in zip(self.movers, moved, strict=True):
+            assert torch.equal(cache, mover.cache)
+        return int(output.num_sampled.sum())
+
+    def outside_of_graphs(self, step: Step, hidden: torch.Tensor) -> Any:
+        logits = self.runner.model.compute_logits(hidden)
+        if step.layout is None:
+            return self.sampler(logits, step.batch)
+        return self.nodes(logits, step.batch)
+
+
+def run(engine: Engine, num_requests: int) -> tuple[int, int]:
+    """Requests of all steps, and their tokens."""
+    requests = tokens = 0
+    with torch.inference_mode():
+        while requests < num_requests:
+            step = engine.step()
+            tokens += engine.run(step)
+            requests += step.batch.num_reqs
+    return requests, tokens
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 10_000), (torch.bfloat16, 2_000)])
+def test_a_tail_is_what_runs_outside_of_graphs(dtype: torch.dtype, count: int) -> None:
+    requests, tokens = run(Engine(seed=1, dtype=dtype), count)
+    assert tokens > 1.25 * requests
+
+
+def _forget(draws: Draws, entry: int, *args: Any) -> None:
+    """A plan that forgets to tell the device of a request."""
+    draws.suffices[entry] = True
+
+
+def test_the_temperature_of_a_request_that_has_ended_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(seed=2)
+    engine.step()
+    monkeypatch.setattr(Draws, "add_request", _forget)
+    with pytest.raises(AssertionError):
+        run(engine, 500)
+
+
+def test_entries_of_padding_that_are_those_of_another_step_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, original = Engine(seed=3), place._place
+
+    def place_without_padding(packed: Any, *args: Any) -> None:
+        original(packed, *args)
+        rows: StepRows = args[3]
+        rows.entries[packed[1] :] = 5
+
+    monkeypatch.setattr(place, "_place", place_without_padding)
+    with pytest.raises(AssertionError):
+        run(engine, 500)
+
+
+def test_a_table_that_is_too_narrow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_runner, "width_for", lambda most_nodes: most_nodes - 1)
+    with pytest.raises(ValueError, match="more than the width"):
+        run(Engine(seed=4), 500)
+
+
+def test_a_step_that_failed_has_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookaheadRunner, "sample_tokens", lambda *_: None)
+    engine = Engine(seed=5)
+    run(engine, 1)
+    engine.runner.speculator = None
+    assert engine.runner.sample_tokens(None) is None
