@@ -52,23 +52,19 @@ class Peer(TextByText):
         """The text has ended."""
 
     def start(self, request_id: str, prompt: Sequence[int], *rest: Any) -> None:
-        """See Proposer."""
         self.finish(request_id)
         row = self._rows[request_id] = next(self._numbers)
         self._texts[row], self._sizes[row] = np.array(prompt, np.int32), len(prompt)
         self.begin(row, self._texts[row])
 
     def text_of(self, request_id: str) -> int:
-        """See Proposer."""
         return self._rows[request_id]
 
     def tree(self, text: int, max_nodes: int, max_depth: int, may_branch: bool) -> DraftTree:
-        """See TextByText."""
         own = self._texts[text][: self._sizes[text]]
         return DraftTree.chain(self.chain(text, own, min(max_nodes, max_depth)))
 
     def finish(self, request_id: str) -> None:
-        """See Proposer."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self.end(row)
@@ -87,7 +83,6 @@ class PromptLookup(Peer):
         self._find = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
 
     def chain(self, row: int, text: Int32s, most: int) -> Sequence[int]:
-        """See Peer."""
         found: list[int] = self._find(text, MIN_NGRAM, MAX_NGRAM, ENDLESS, most).tolist()
         return found
 
@@ -111,16 +106,13 @@ class Suffix(Peer):
         )
 
     def begin(self, row: int, prompt: Int32s) -> None:
-        """See Peer."""
         self._cache.start_request(row, prompt)
 
     def add(self, row: int, tokens: Sequence[int]) -> None:
-        """See Peer."""
         super().add(row, tokens)
         self._cache.add_active_response(row, tokens)
 
     def chain(self, row: int, text: Int32s, most: int) -> Sequence[int]:
-        """See Peer."""
         chain: list[int] = list(self._speculate(row, text, most).token_ids)
         return chain
 
@@ -136,7 +128,6 @@ class Suffix(Peer):
         )
 
     def end(self, row: int) -> None:
-        """See Peer."""
         self._cache.stop_request(row)
 
 

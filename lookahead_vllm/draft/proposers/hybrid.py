@@ -86,7 +86,6 @@ class HybridProposer(NGramTrieProposer):
         proposer: str | None = None,
         spellings: Sequence[Sequence[int]] = (),
     ) -> None:
-        """See Proposer, and NGramTrieProposer."""
         super().start(request_id, prompt, namespace, references, proposer, spellings)
         self._root_hashes = self._texts.request_rows.resized(self._root_hashes)
         self._num_grown = self._texts.request_rows.resized(self._num_grown)

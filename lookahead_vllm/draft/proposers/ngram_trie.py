@@ -194,7 +194,6 @@ class NGramTrieProposer(Proposer):
     # ---- a step ----------------------------------------------------------------------------------
 
     def text_of(self, request_id: str) -> int:
-        """See Proposer."""
         return self._texts.request_rows.row_of(request_id)
 
     def plan(
@@ -205,7 +204,6 @@ class NGramTrieProposer(Proposer):
         load: Load,
         verified: Verified | None,
     ) -> None:
-        """See Proposer."""
         most = int(np.minimum(wanted.max_nodes, self._max_nodes).sum())
         cost = self._cost
         self._plan = _Plan(load.progress(len(contexts)))
@@ -289,7 +287,6 @@ class NGramTrieProposer(Proposer):
         return num_held / num_all if num_all else None
 
     def proposed_after(self, texts: Int64s) -> Int32s:
-        """See Proposer."""
         chains: Int32s = self._texts.chains[texts, :, 0, PROPOSED]
         return chains
 

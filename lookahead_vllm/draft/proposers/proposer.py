@@ -202,7 +202,6 @@ class TextByText(Proposer):
         wanted: WantedDrafts,
         max_model_len: int,
     ) -> tuple[DraftForest, Int64s]:
-        """See Proposer."""
         count_tokens(progress[:], emitted[:], spans)
         rows, tokens = emitted.rows.tolist(), emitted.tokens.tolist()
         for row, own, (first, end) in zip(rows, tokens, spans.tolist(), strict=True):

@@ -107,7 +107,6 @@ class LiveTexts:
 def add_to_answers(
     answers: Int32s, answer_sizes: Int64s, rows: Int64s, tokens: Int32s, sizes: Int64s
 ) -> None:
-    """See `LiveTexts.add_to_answers`."""
     at = 0
     for i, row in enumerate(rows):
         for _ in range(sizes[i]):

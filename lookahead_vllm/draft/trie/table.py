@@ -391,7 +391,6 @@ def count(
 def insert_text(
     trie: TrieArrays, space: int, hashes: Hashes, tokens: Int32s, with_whole: bool
 ) -> None:
-    """See `Trie.insert`."""
     trie = TrieArrays(*trie)
     next_hashes = np.empty_like(hashes)
     edges, live, counters = trie.edges, trie.live, trie.counters
@@ -447,7 +446,6 @@ def _fetch(edges: Int64s, keys: Int64s, slots: Int64s) -> np.int64:
 
 @kernel
 def insert_before(trie: TrieArrays, space: int, tokens: Int32s, start: int, end: int) -> np.int64:
-    """See `Trie.insert_before`."""
     trie = TrieArrays(*trie)
     edges, live, counters = trie.edges, trie.live, trie.counters
     keys, slots = _locate_all(trie, space, tokens, start, end)
@@ -462,7 +460,6 @@ def insert_before(trie: TrieArrays, space: int, tokens: Int32s, start: int, end:
 
 @kernel
 def remove_text(trie: TrieArrays, space: int, tokens: Int32s, start: int, end: int) -> np.int64:
-    """See `Trie.remove`."""
     trie = TrieArrays(*trie)
     edges, counters = trie.edges, trie.counters
     keys, slots = _locate_all(trie, space, tokens, start, end)

@@ -30,7 +30,7 @@ from lookahead_vllm.engine.cost.timed_passes import (
     WITH_DRAFTS,
     Batch,
     MeasuredRunner,
-    Plan,
+    PassPlan,
     broadcast,
     is_outdated,
     measure,
@@ -72,7 +72,7 @@ def step_cost(runner: MeasuredRunner) -> tuple[StepCost, Path]:
 
     Also returns the file that keeps it. Every rank must call this.
     """
-    plan = Plan(runner)
+    plan = PassPlan(runner)
     path = _file_of(runner, plan)
     is_first_rank = is_global_first_rank()
     times = broadcast(_read(path, plan) if is_first_rank else None)
@@ -107,7 +107,7 @@ def step_cost(runner: MeasuredRunner) -> tuple[StepCost, Path]:
     return cost, path
 
 
-def _cost_of(plan: Plan, times: Mapping[str, float]) -> StepCost:
+def _cost_of(plan: PassPlan, times: Mapping[str, float]) -> StepCost:
     """The cost of a step by the times of a plan's passes; some may be missing.
 
     Raises
@@ -141,7 +141,7 @@ def _cost_of(plan: Plan, times: Mapping[str, float]) -> StepCost:
 
 
 def _without_context(
-    plan: Plan, batch: Batch, curve: CostCurve, graphs: CapturedSizes
+    plan: PassPlan, batch: Batch, curve: CostCurve, graphs: CapturedSizes
 ) -> float | None:
     """The seconds that a batch's pass takes without a context; None if they are not known."""
     size = plan.graph_of(batch)
@@ -181,7 +181,7 @@ def _fit(attention: list[tuple[Batch, float, float]], context: int) -> tuple[flo
     return float(read), float(causal), float(trees or causal)
 
 
-def _file_of(runner: MeasuredRunner, plan: Plan) -> Path:
+def _file_of(runner: MeasuredRunner, plan: PassPlan) -> Path:
     """The cache file, named by a hash of what the measured passes depend on."""
     config = runner.vllm_config
     device = current_platform.get_device_name()
@@ -203,7 +203,7 @@ def _file_of(runner: MeasuredRunner, plan: Plan) -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "lookahead_step_cost" / f"{name}.json"
 
 
-def _read(path: Path, plan: Plan) -> dict[str, float] | None:
+def _read(path: Path, plan: PassPlan) -> dict[str, float] | None:
     """The times of an earlier measurement, or None. A malformed file is set aside.
 
     Files that another user could have written are not read.

@@ -156,7 +156,7 @@ def name_of(kind: str, num_tokens: int) -> str:
     return f"{num_tokens} tokens {kind}"
 
 
-class Plan:
+class PassPlan:
     """The passes that are timed for an engine.
 
     Attributes
@@ -253,7 +253,7 @@ class Measurement(NamedTuple):
     """Whether the two least times of each pass agree."""
 
 
-def measure(plan: Plan) -> Measurement:
+def measure(plan: PassPlan) -> Measurement:
     """Time the passes of a plan, those that there is time for. Every rank must call this."""
     start = time.perf_counter()
     rounds: dict[str, list[float]] = {}
@@ -289,7 +289,7 @@ def _uncertain(rounds: Mapping[str, list[float]]) -> list[str]:
     return [name for name, (first, second) in least.items() if second > AGREEMENT * first]
 
 
-def is_outdated(plan: Plan, times: Mapping[str, float]) -> bool:
+def is_outdated(plan: PassPlan, times: Mapping[str, float]) -> bool:
     """Whether a pass is clearly faster now than in an earlier measurement: that was disturbed.
 
     A slower pass says nothing: the machine may be busy now. Every rank must call this.

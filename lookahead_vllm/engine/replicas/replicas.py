@@ -125,7 +125,7 @@ def own_choices(logits: torch.Tensor, num_choices: int) -> Choices:
     return Choices(np.empty(none, np.int32), np.empty(none, np.float32))
 
 
-class Sampled(NamedTuple):
+class SampledEverywhere(NamedTuple):
     """The tokens sampled on all ranks, in rows as if one rank had the logits of all nodes."""
 
     at_roots: Int32s
@@ -146,7 +146,7 @@ def exchange(
     req_ids: Sequence[str],
     sampled: Int32s,
     choices: Choices,
-) -> Sampled:
+) -> SampledEverywhere:
     """Exchange tokens: what each rank sampled at its nodes, and the first rank at the roots.
 
     Parameters
@@ -178,7 +178,7 @@ def exchange(
     received = group.gather(every[sent[group.rank]], [len(i) for i in sent])
     for places, values in zip(sent, received, strict=True):
         every[places] = values
-    return Sampled(
+    return SampledEverywhere(
         every[roots, 0],
         every[nodes, 0],
         Choices(every[:, 1 : 1 + k], every[:, 1 + k :].view(np.float32)),

@@ -156,12 +156,10 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         return sizes
 
     def before_capture(self, desc: BatchExecutionDescriptor) -> None:
-        """See `_AnnouncedCapture`."""
         if self._use_buffers is not None:
             self._use_buffers(desc.num_tokens if desc.max_query_len is not None else None)
 
     def before_model(self, desc: BatchExecutionDescriptor) -> None:
-        """See `_AnnouncedCapture`."""
         if self.begin_graph is not None and desc.max_query_len is not None:
             self.begin_graph(desc)
 

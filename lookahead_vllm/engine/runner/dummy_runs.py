@@ -45,7 +45,6 @@ class DummyRuns(_Base):
     _shape: LateShape
 
     def _attend(self, step: DraftStep) -> None:
-        """See `LookaheadRunner`."""
         raise NotImplementedError
 
     def schedule_dummy_trees(self, trees: Sequence[DraftTree], context: int = 0) -> None:

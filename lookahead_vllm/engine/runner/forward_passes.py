@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RunnerPasses:
-    """See `ForwardPasses`."""
+    """The `ForwardPasses` of a runner."""
 
     def __init__(self, runner: DummyRuns) -> None:
         self._runner = runner
@@ -24,21 +24,17 @@ class RunnerPasses:
         self.attends_in_graphs: bool = runner.attends_in_graphs()
 
     def whole_chains(self) -> AbstractContextManager[Any]:
-        """See `ForwardPasses`."""
         return patches.swapped(self, "_has_whole_chains", True)
 
     def captured_tokens(self) -> CapturedTokens:
-        """See `ForwardPasses`."""
         captured: CapturedTokens = self._runner.captured_tokens()
         return captured
 
     def decode(self, num_tokens: int) -> None:
-        """See `ForwardPasses`."""
         with self._runner.without_full_graphs():
             self._run(num_tokens)
 
     def decode_in_graph(self, num_tokens: int) -> None:
-        """See `ForwardPasses`."""
         self._run(min(num_tokens, self._runner.max_num_reqs))
 
     def drafts_in_graph(self, num_tokens: int) -> None:
@@ -51,7 +47,6 @@ class RunnerPasses:
     def with_context(
         self, batch: Batch, context: int, in_graph: bool
     ) -> Iterator[Callable[[], None]]:
-        """See `ForwardPasses`."""
         runner = self._runner
         with_drafts = in_graph and batch.rows > 1
         if batch.trees or with_drafts:

@@ -32,27 +32,24 @@ class WarmUpDrafts:
         self._max_nodes = max_nodes
 
     def start(self, new: Any) -> None:
-        """See `LateDrafts`."""
+        """Do nothing."""
 
     def finish(self, request_id: str) -> None:
-        """See `LateDrafts`."""
+        """Do nothing."""
 
     def add_step(self, step: Step) -> None:
-        """See `LateDrafts`."""
+        """Do nothing."""
 
     def learn(self, wait: bool = True) -> None:
-        """See `LateDrafts`."""
+        """Do nothing."""
 
     def would_pay(self, scheduled: Any) -> bool:
-        """See `LateDrafts`."""
         return False
 
     def could_draft(self, scheduled: Any) -> bool:
-        """See `LateDrafts`."""
         return False
 
     def contexts(self, step: Step) -> Int64s:
-        """See `LateDrafts`."""
         return np.zeros(step.batch.num_reqs, np.int64)
 
     def grow(self, step: Step, chains_only: Collection[str] = ()) -> Drafts:

@@ -20,7 +20,7 @@ from lookahead_vllm.engine.cost.timed_passes import (
     BATCHES,
     CapturedTokens,
     Measurement,
-    Plan,
+    PassPlan,
     measure,
 )
 from lookahead_vllm.engine.runner.forward_passes import RunnerPasses
@@ -64,7 +64,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
     found: list[Measurement] = []
     original = step_cost.measure
 
-    def measure(plan: Plan) -> Measurement:
+    def measure(plan: PassPlan) -> Measurement:
         found.append(original(plan))
         return found[-1]
 
@@ -89,7 +89,7 @@ def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[Measure
     (file,) = kept.iterdir()
     assert json.loads(file.read_text()) == measured[0].times
     assert cost.curve.times == pytest.approx(0.010 + 1e-4 * cost.curve.sizes)
-    context, causal, trees = step_cost._cost_of(Plan(runner), measured[0].times).weights[-3:]
+    context, causal, trees = step_cost._cost_of(PassPlan(runner), measured[0].times).weights[-3:]
     assert causal == pytest.approx(1e-6, rel=0.1)
     assert trees == pytest.approx(1e-6, rel=0.1)
     assert context == pytest.approx(0, abs=1e-6)
@@ -158,7 +158,7 @@ def test_no_pass_is_longer_than_max_model_len(longest: int) -> None:
         max_num_tokens=1024,
         drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
     )
-    plan = Plan(runner)
+    plan = PassPlan(runner)
     assert plan.batches == [batch for batch in BATCHES if batch.rows < longest]
     assert all(0 < plan.context <= longest - batch.rows for batch in plan.batches)
 
