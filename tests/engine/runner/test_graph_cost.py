@@ -11,7 +11,7 @@ import pytest
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
 from lookahead_vllm.engine.cost import measure as step_cost
 from lookahead_vllm.engine.cost import timed_passes
-from lookahead_vllm.engine.cost.timed_passes import CapturedTokens, Plan, measure
+from lookahead_vllm.engine.cost.timed_passes import CapturedTokens, PassPlan, measure
 
 DRAFT_SIZES = [2, 4, 8, 16, 32, 48]
 
@@ -75,7 +75,7 @@ def cost_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> StepCost:
         max_num_tokens=512,
         drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
     )
-    plan = Plan(measured)
+    plan = PassPlan(measured)
     return step_cost._cost_of(plan, measure(plan).times)
 
 
