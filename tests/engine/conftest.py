@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lookahead_vllm.engine.grammar.tree_walk.copies import GrammarCopies
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from lookahead_vllm.engine.grammar.copies import GrammarCopies
 from tests.support import forked_ranks, proposers
 from tests.support.counted_twice import counted_twice
 from tests.support.driving import engine

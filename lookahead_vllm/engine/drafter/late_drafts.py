@@ -32,7 +32,7 @@ from lookahead_vllm.engine.drafter.chain_drafts import ChainDrafts
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.drafter.live_requests import LiveRequests
 from lookahead_vllm.engine.drafter.waiter import Waiter
-from lookahead_vllm.engine.grammar.tree_walk.copies import GrammarCopies
+from lookahead_vllm.engine.grammar.copies import GrammarCopies
 from lookahead_vllm.engine.step.drafts import NOTHING_PLANNED, Drafts, Plan
 from lookahead_vllm.engine.step.step import Step
 

@@ -13,7 +13,7 @@ from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.progress import Progress
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
-from lookahead_vllm.engine.grammar.tree_walk.copies import GrammarCopies
+from lookahead_vllm.engine.grammar.copies import GrammarCopies
 from lookahead_vllm.options import request as request_options
 from lookahead_vllm.options.request import RequestOptions
 

@@ -31,8 +31,8 @@ from lookahead_vllm.engine.cost.clock import StepClock
 from lookahead_vllm.engine.cost.measure import begin_to_draft
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
-from lookahead_vllm.engine.grammar.tree_walk.copies import GrammarCopies
-from lookahead_vllm.engine.grammar.tree_walk.masks import GrowingMasks
+from lookahead_vllm.engine.grammar.copies import GrammarCopies
+from lookahead_vllm.engine.grammar.masks import GrowingMasks
 from lookahead_vllm.engine.messages import LateReport
 from lookahead_vllm.engine.recurrent import states as recurrent
 from lookahead_vllm.engine.recurrent.states import RequestStates

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
-from tests.draft.trie.test_proposer_model import draft, seen_in
+from tests.draft.proposers.test_ngram_trie_model import draft, seen_in
 
 from lookahead_vllm.draft.insertion import CHUNK_TOKENS, InsertionQueue
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer

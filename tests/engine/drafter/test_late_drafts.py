@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lookahead_vllm.engine.grammar.tree_walk.copies import GrammarCopies
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,6 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
 from lookahead_vllm.engine.grammar import copies as grammar_copies
+from lookahead_vllm.engine.grammar.copies import GrammarCopies
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from lookahead_vllm.engine.step.step import Step
 from lookahead_vllm.options.server import LookaheadOptions

@@ -25,8 +25,8 @@ from lookahead_vllm.engine.workers import gpu as gpu_worker
 from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.verify.devices import ON_CPUS, ON_GPUS
 from lookahead_vllm.verify.place import Placer, Split
-from tests.engine.model_runner import test_node_history
-from tests.engine.worker import test_gpu_attention
+from tests.engine.step import test_node_history
+from tests.engine.attention import test_gpu
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 from tests.support.driving import (
     drafter_of,
@@ -97,10 +97,10 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
     speculation = SimpleNamespace(lookahead_options=LookaheadOptions(attention="triton"))
     runner.vllm_config = SimpleNamespace(speculative_config=speculation)
     case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
-    attention = test_gpu_attention.layer_of(case)
+    attention = test_gpu.layer_of(case)
     attention._k_scale = attention._v_scale = None
     cache = attention.kv_cache
-    layers = {"a": "recurrent", "b": attention, "c": test_gpu_attention.latent_layer()}
+    layers = {"a": "recurrent", "b": attention, "c": test_gpu.latent_layer()}
     runner.compilation_config = SimpleNamespace(static_forward_context=layers)
     runner.attn_groups = [[SimpleNamespace(layer_names=list(layers))]]
     movers = [object.__new__(RequestStates), runner.attention.mover([cache], attention)]
