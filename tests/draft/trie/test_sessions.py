@@ -7,7 +7,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
-from tests.draft.proposers.test_ngram_trie_model import draft, seen_in
 
 from lookahead_vllm.draft.insertion import CHUNK_TOKENS, InsertionQueue
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
@@ -23,6 +22,7 @@ from lookahead_vllm.draft.trie.table import (
     Trie,
 )
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.draft.proposers.test_ngram_trie_model import draft, seen_in
 from tests.support.kernels import compiled, compiled_since, reset_kernels
 from tests.support.reference_trie import SUFFIXES, TrieModel, count_edges, found_after
 

@@ -25,8 +25,8 @@ from lookahead_vllm.engine.workers import gpu as gpu_worker
 from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.verify.devices import ON_CPUS, ON_GPUS
 from lookahead_vllm.verify.place import Placer, Split
-from tests.engine.step import test_node_history
 from tests.engine.attention import test_gpu
+from tests.engine.step import test_node_history
 from tests.support.attention_cases import PagedAttentionCase, random_tree
 from tests.support.driving import (
     drafter_of,
