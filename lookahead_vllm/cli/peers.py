@@ -99,7 +99,7 @@ class Suffix(Peer):
             arctic: Any = import_module("arctic_inference.suffix_decoding")
         except ImportError:
             raise OptionError(
-                "it needs arctic-inference: pip install --no-deps arctic-inference==0.1.1"
+                "it needs arctic-inference: pip install --no-deps arctic-inference==0.3.0"
             ) from None
         self._cache = arctic.SuffixDecodingCache(
             max_tree_depth=self.DEPTH, max_cached_requests=self.REQUESTS

@@ -1,1 +1,1 @@
-"""The adapters to vLLM, in one folder for each of its processes; `seams/` lists what they touch."""
+"""The adapters to vLLM; `seams.md` lists every place in it that they replace or override."""

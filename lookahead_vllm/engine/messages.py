@@ -1,8 +1,9 @@
 """Messages between runner and scheduler, attached to objects that vLLM sends.
 
-Rank 0 makes the drafts. They go to the scheduler with the output of the step that made them, and
-from there to all ranks with the step that verifies them. So every rank verifies the same trees,
-independent of its own timings.
+The drafting rank grows the trees after their step was scheduled, and sends them to the other ranks
+itself (`LookaheadRunner._grow`). The scheduler gets the numbers of nodes and whether drafts pay
+(`LateReport`), and under a grammar the trees (`drafts_of`); the runner gets pauses, and blocks that
+were given back.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class LookaheadOptions:
     share: str = "namespace"
     """Which requests learn from each other's answers."""
     cache_path: str | None = None
-    """The file that keeps the cache for the next start."""
+    """The file that keeps the trie for the next start."""
     share_with: str | None = None
     """The server through which replicas of this engine learn from each other's answers."""
     client_options: str = "all"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lookahead_vllm.draft.budget.allot import Allotment, is_probe_due
+from lookahead_vllm.draft.budget.allot import Allotment
 from lookahead_vllm.draft.budget.allot import allot as allot_at_prices
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int64s
@@ -15,4 +15,4 @@ def allot(
     """Allot with the prices of the forest's nodes, and of `more` nodes."""
     prices = cost.prices(contexts, load, forest.num_nodes + more)
     progress = load.progress(len(forest))
-    return allot_at_prices(forest, progress, prices, is_probe_due(cost, load))
+    return allot_at_prices(forest, progress, prices)

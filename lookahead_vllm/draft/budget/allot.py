@@ -18,14 +18,12 @@ from lookahead_vllm.draft.tree import (
     take_nodes,
 )
 
-PROBE_AFTER_STEPS = 16
-"""After this many steps with drafts, a step without drafts may be run to refresh its cost."""
-
-PROBE_LATE_AFTER_STEPS = 64
-"""The same where drafts are grown late: some steps are run then that do not wait for any."""
+PROBE_AFTER_STEPS = 64
+"""After this many steps with drafts, some are run that do not wait for any, to refresh the cost of
+a step without drafts."""
 
 PROBE_BELOW_SPEEDUP = 1.3
-"""Such a step is run if the drafts promise less than this many times the plain tokens per time."""
+"""They are run if drafts promise less than this many times the plain tokens per time."""
 
 
 class Allotment(NamedTuple):
@@ -40,7 +38,7 @@ class Allotment(NamedTuple):
     """The probability below which no further node would have been sent; 0 if all are sent."""
 
 
-def allot(forest: DraftForest, progress: int, prices: StepPrices, may_probe: bool) -> Allotment:
+def allot(forest: DraftForest, progress: int, prices: StepPrices) -> Allotment:
     """Choose the nodes with which the step emits the most tokens per unit of time.
 
     A step is expected to emit one token for each decoding request plus the sum of the probabilities
@@ -56,34 +54,23 @@ def allot(forest: DraftForest, progress: int, prices: StepPrices, may_probe: boo
         requests there, since nodes delay them.
     prices : StepPrices
         For at least the forest's nodes.
-    may_probe : bool
-        Whether no node is sent if the expected speed-up is below PROBE_BELOW_SPEEDUP; see
-        `is_probe_due`.
     """
-    fields, kept, rate, min_prob = _cut(forest.arrays, progress, prices[:], may_probe)
+    fields, kept, rate, min_prob = _cut(forest.arrays, progress, prices[:])
     return Allotment(DraftForest(*fields), kept, rate, min_prob)
-
-
-def is_probe_due(cost: StepCost, load: Load) -> bool:
-    """Whether a step without drafts may be run, to refresh its cost.
-
-    A step that waits for its drafts in any case would tell nothing; see `is_worth_waiting`.
-    """
-    return cost.steps_since_plain >= PROBE_AFTER_STEPS and not load.waits
 
 
 def is_worth_waiting(cost: StepCost, speedup: float) -> bool:
     """Whether steps should go on to wait for late drafts, if one has this `speedup`.
 
-    Every now and then, steps without drafts are run to refresh their cost, as in `is_probe_due`.
+    Every now and then, steps without drafts are run to refresh their cost.
     """
-    is_due = cost.steps_since_plain >= PROBE_LATE_AFTER_STEPS
+    is_due = cost.steps_since_plain >= PROBE_AFTER_STEPS
     return speedup >= (PROBE_BELOW_SPEEDUP if is_due else 1.0)
 
 
 @kernel
 def _cut(
-    forest: ForestArrays, progress: int, prices: StepPrices, may_probe: bool
+    forest: ForestArrays, progress: int, prices: StepPrices
 ) -> tuple[ForestFields, Int64s, float, float]:
     """The fields of the forest of the Allotment, and its other fields."""
     forest = ForestArrays(*forest)
@@ -91,8 +78,6 @@ def _cut(
     sizes, chained, rate, min_prob = _allot(
         forest.probs, forest.parents, forest.firsts, branching, progress, prices
     )
-    if may_probe and rate * prices[0] < PROBE_BELOW_SPEEDUP * progress:
-        sizes[:] = 0
     trees = np.arange(len(sizes))
     kept, parents, firsts = take_nodes(forest.parents, forest.firsts, trees, sizes, chained)
     return (
@@ -114,7 +99,7 @@ def compile_budget() -> None:
     """Compile the kernels of this package, so that no request waits for the compiler."""
     cost = StepCost(CostCurve([1], [1.0]))
     trees = DraftForest.of([DraftTree.chain([0])])
-    allot(trees, 1, cost.prices(np.array([1]), Load(), 1), False)
+    allot(trees, 1, cost.prices(np.array([1]), Load(), 1))
     cost.observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
 
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.budget.allot import (
     allot,
     compile_budget,
-    is_probe_due,
     is_worth_waiting,
 )
 from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
@@ -87,7 +86,6 @@ class _Plan(NamedTuple):
 
     progress: int
     """What it is worth without nodes, see `Load.progress`."""
-    may_probe: bool = False
     prices: StepPrices | None = None
     """None if its nodes are sent whatever they cost."""
 
@@ -209,7 +207,7 @@ class NGramTrieProposer(Proposer):
         self._plan = _Plan(load.progress(len(contexts)))
         if cost is not None and most:
             prices = cost.prices(contexts, load, most)
-            self._plan = _Plan(self._plan.progress, is_probe_due(cost, load), prices)
+            self._plan = _Plan(self._plan.progress, prices)
             self.step_seconds = prices.base, prices.waiting
 
     def draft(
@@ -236,14 +234,14 @@ class NGramTrieProposer(Proposer):
 
     def _cut(self, forest: DraftForest) -> DraftForest:
         """These trees, cut to the nodes that are worth their cost by the plan."""
-        progress, may_probe, prices = self._plan
+        progress, prices = self._plan
         self.pays = forest.num_nodes > 0
         if self.cost is None or prices is None:
             return forest
         if not forest.num_nodes:
             self._min_prob /= 2  # no node reached it, so the next trees have less likely nodes
             return forest
-        forest, _, rate, min_prob = allot(forest, progress, prices, may_probe)
+        forest, _, rate, min_prob = allot(forest, progress, prices)
         # Nodes far below the probability that pays are not grown in the next step.
         self._min_prob = min_prob / 2
         speedup = rate * (prices.base - prices.waiting) / progress

@@ -157,7 +157,8 @@ def known_tokens(progress: ProgressArrays, wanted: WantedDrafts) -> Int64s:
 
 
 class NoProposer(Proposer):
-    """Drafts nothing. Used on ranks that only verify rank 0's drafts."""
+    """Drafts nothing: before `LookaheadDrafter.begin`, on ranks that do not draft, and where the
+    proposer has failed."""
 
     def start(self, request_id: str, prompt: Sequence[int], *rest: Any) -> None:
         """Do nothing."""

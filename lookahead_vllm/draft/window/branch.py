@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.sources import WINDOW
@@ -26,6 +25,9 @@ MEMORY_COMBS = 100
 """Time constant of the moving average of worth, in verified combs."""
 RETRY_STEPS = 2000
 """Time constant, in steps without combs, with which worth returns to PRIOR_TOKENS."""
+SKIP_AFTER_STEPS = 16
+"""After this many steps with drafts, a step whose trees are empty sends no combs, to refresh the cost
+of a step without drafts."""
 NO_WINDOW = -1
 """Replaces the row of a request that sends no comb."""
 
@@ -148,11 +150,7 @@ class LookaheadBranch:
         present = rows[rows >= 0]
         if not len(present):
             return forest
-        if (
-            cost is not None
-            and cost.steps_since_plain >= PROBE_AFTER_STEPS
-            and not forest.num_nodes
-        ):
+        if cost is not None and cost.steps_since_plain >= SKIP_AFTER_STEPS and not forest.num_nodes:
             self._sent[present], self._stale[present] = False, True
             return forest
         nodes = max_nodes.clip(0, most)

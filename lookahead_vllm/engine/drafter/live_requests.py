@@ -43,7 +43,7 @@ class LiveRequest:
     """A request on the drafting rank, from its first prompt token to its end."""
 
     row: int
-    """Of its progress."""
+    """In `Progress`."""
     prompt: Int32s | None
     """int32 [m]; None once it was passed to the proposer."""
     num_prompt: int

@@ -1,4 +1,4 @@
-"""vLLM's kernels of recurrent layers on a CPU, replaced as in `recurrent_kernels.py`.
+"""vLLM's kernels of recurrent layers on a CPU, replaced as in `kernels.py`.
 
 vLLM's kernels are wrong for rows with drafts: convolutions ignore the number of accepted tokens,
 and the gated delta net's kernel for drafts rounds differently from its kernel for one token. So

@@ -1,4 +1,4 @@
-"""vLLM's kernels of recurrent layers on a GPU, replaced as in `recurrent_kernels.py`.
+"""vLLM's kernels of recurrent layers on a GPU, replaced as in `kernels.py`.
 
 Only in steps with branching trees: vLLM's kernels compute chains there, and they are in its graphs.
 Not run on a GPU yet.

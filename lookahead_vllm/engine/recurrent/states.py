@@ -47,7 +47,7 @@ PARENTS = "lookahead_parents"
 `StateRows.parents`. Absent in steps that vLLM's own kernels compute."""
 
 LAYERS = {"MambaMixer2", "ShortConv", "QwenGatedDeltaNetAttention"}
-"""The layers whose kernels are replaced, see `recurrent_kernels.py`."""
+"""The layers whose kernels are replaced, see `kernels.py`."""
 
 COUNTING_BUILDERS = (
     Mamba2AttentionMetadataBuilder,

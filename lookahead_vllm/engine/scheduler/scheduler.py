@@ -57,7 +57,7 @@ class LookaheadScheduler(AsyncScheduler):
     """vLLM's scheduler, which reserves slots for drafts in a step whose tokens are not known yet.
 
     A slot is a placeholder token. The workers grow a request's tree when the step before has ended,
-    and leave out the slots that they do not use (`model_runner/late_drafts.py`). The scheduler
+    and leave out the slots that they do not use (`drafter/late_drafts.py`). The scheduler
     counts unused slots as rejected.
     """
 

@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     """The requests that decode."""
     wanted: WantedDrafts
     load: Load
-    """Of the others."""
+    """Prompt tokens of the other requests of the step."""
 
 
 NOTHING_PLANNED = Plan((), NOTHING_WANTED, Load())

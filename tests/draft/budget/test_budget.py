@@ -212,16 +212,3 @@ def test_steps_that_take_less_time_than_measured_disprove_the_measurement(share,
     for _ in range(40):
         cost.observe(work(4), 25.0 * share)
     assert cost.is_overestimated is is_overestimated
-
-
-def test_a_step_without_drafts_is_probed_after_16_steps_if_drafts_gain_little():
-    def sizes_after(num_steps, probs):
-        cost = StepCost(CostCurve([1, 64], [20.0, 40.0]))
-        for _ in range(num_steps):
-            cost.observe(work(3), 20.5)
-        return allot(chains(probs), np.array([100]), cost, Load()).forest.sizes.tolist()
-
-    little, much = [0.2], [0.9, 0.8]
-    assert sizes_after(0, little) == sizes_after(15, little) == [1]
-    assert sizes_after(16, little) == [0]
-    assert sizes_after(16, much) == [2]

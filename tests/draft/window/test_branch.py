@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft.budget.allot import PROBE_AFTER_STEPS
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost, StepWork
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
@@ -12,7 +11,7 @@ from lookahead_vllm.draft.proposers.proposer import NO_LOAD
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.verified import Verified
-from lookahead_vllm.draft.window.branch import NO_WINDOW, LookaheadBranch
+from lookahead_vllm.draft.window.branch import NO_WINDOW, SKIP_AFTER_STEPS, LookaheadBranch
 from lookahead_vllm.options.server import LookaheadOptions
 
 OPTIONS = LookaheadOptions(proposer="jacobi_window", window_size=7)
@@ -93,7 +92,7 @@ def test_a_plain_step_that_is_due_has_no_comb():
         (tree,) = draft_trees(proposer, [DraftLimits("r", 32, 32, True, 100)])
         sizes.append(len(tree))
         proposer.cost.observe(StepWork(1 + len(tree), 1, len(tree), 100.0, 100.0, 0.0), 20.5)
-    assert sizes.count(0) == 2 and sizes[PROBE_AFTER_STEPS] == 0
+    assert sizes.count(0) == 2 and sizes[SKIP_AFTER_STEPS] == 0
 
 
 def test_a_request_without_a_window_or_a_branching_tree_has_no_comb():
