@@ -20,6 +20,7 @@ from benchmarks.device.device import HostClock, Launch, SimulatedDevice
 from benchmarks.device.host_work import HostWork
 from benchmarks.device.text import MAX_POSITIONS, VOCABULARY, Text
 from benchmarks.engines.engine_process import Emit, answer_questions
+from benchmarks.trace import STEPS, Trace, named_stations
 
 MODEL = dict(
     architectures=["LlamaForCausalLM"],
@@ -69,6 +70,8 @@ class Job:
     prefix_caching: bool
     graphs: bool
     """Whether lookahead's steps run in graphs; see `graphs.py`."""
+    trace: str | None
+    """The file for a trace of further steps."""
 
 
 @dataclass(frozen=True)
@@ -225,9 +228,24 @@ def measure(job: Job) -> Callable[[], Measurement]:
         with work.counting_operators():
             for _ in range(COUNTED_STEPS):
                 steps.run()
+        if job.trace:
+            trace_steps(Path(job.trace), steps, core, device)
         return summary(job, launches, emitted, seconds, work)
 
     return run
+
+
+def trace_steps(path: Path, steps: Steps, core: Any, device: SimulatedDevice) -> None:
+    """Run and trace a few steps; the device's lane has its forward passes."""
+    trace, first = Trace(), len(device.launches)
+    runner = core.model_executor.driver_worker.worker.model_runner
+    with named_stations(trace.span, scheduler=core.scheduler, runner=runner, device=device):
+        for _ in range(STEPS):
+            with trace.span("step"):
+                steps.run()
+    for launch in device.launches[first:]:
+        trace.add("device", f"{launch.tokens} rows", launch.start, launch.end)
+    trace.write(path)
 
 
 def of_model(device: SimulatedDevice) -> list[Launch]:

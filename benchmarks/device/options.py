@@ -157,13 +157,22 @@ def parser() -> argparse.ArgumentParser:
         help="lookahead launches its model, and what follows it, as graphs, as it does on a GPU",
     )
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
+    add(
+        "--trace",
+        type=Path,
+        metavar="OUT.json",
+        help="of a single engine: write 20 further steps there, host and device, for "
+        "https://ui.perfetto.dev or chrome://tracing",
+    )
     return result
 
 
 def check(options: argparse.Namespace) -> None:
     """Raise OptionsError if something cannot be measured or written."""
-    if options.json:
-        check_output(options.json, OptionsError)
+    for path in filter(None, (options.json, options.trace)):
+        check_output(path, OptionsError)
+    if options.trace and max(map(len, (options.methods, options.batch_sizes, options.nodes))) > 1:
+        raise OptionsError("--trace needs one of --methods, of --batch-sizes and of --nodes")
     if options.steps < MIN_STEPS:
         raise OptionsError(
             f"--steps {options.steps} is too few for a median; write {MIN_STEPS} or more"

@@ -122,6 +122,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="OUT.jsonl",
         help="write the answers of the first run there, for `lookahead-vllm simulate`",
     )
+    add(
+        "--trace",
+        type=Path,
+        metavar="FOLDER",
+        help="write 20 steps of each engine and batch size there, host and device, for "
+        "https://ui.perfetto.dev: of a turn more, which is not measured",
+    )
     add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
     add(
         "--max-model-len",

@@ -147,7 +147,7 @@ class Benchmark:
         self.environment = engine_environment(options)
         if options.plain_v2:
             self.environment[PLAIN_V2] = "1"
-        if options.target_guided:
+        if options.target_guided or options.trace:
             self.environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions to the worker
         self.outcomes: dict[tuple[str, int], Outcome] = {}
         """By method and batch size, of those that have run."""
@@ -192,7 +192,17 @@ class Benchmark:
                 for method, engine in engines.items():
                     run = Run(turns[method], engine.bound_cores())
                     self.outcomes.setdefault((method, size), Outcome(run))
+                    if self.options.trace and turns[method]:
+                        self._trace(engine, method, size, chosen)
                 first = end
+
+    def _trace(self, engine: FreshEngine, method: str, size: int, chosen: list[int]) -> None:
+        """Write some steps of another turn, with the prompts of the last one."""
+        path = self.options.trace.absolute() / f"{method}-{size}.json"
+        try:
+            engine.ask({"prompts": chosen, "batch_size": size, "trace": str(path)})
+        except RunFailed as error:
+            print(f"\n{path.name} failed: {error}", file=sys.stderr)
 
     def _engine(
         self, method: str, sizes: Sequence[int], log: Path, progress: Progress
@@ -349,6 +359,8 @@ def prepare(options: argparse.Namespace) -> Benchmark:
     if options.check_exact and BASELINE not in methods:
         raise MethodError(f"--check-exact compares with `{BASELINE}`: add it to --methods")
     check_outputs(options, MethodError)
+    if options.trace:
+        options.trace.mkdir(parents=True, exist_ok=True)
     turns = by_size("turns", options)
     tokenize = model_tokenizer(options.model)
     limits = by_size("limit", options)

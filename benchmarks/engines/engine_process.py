@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, TypeAlias
+
+ANSWER_SECONDS = 1.0
+"""From an answer, which may be the last one, to waiting for a question."""
 
 Emit: TypeAlias = Callable[..., None]
 """Writes an event: its name, and its content as keyword arguments."""
@@ -31,7 +37,33 @@ def answer_questions(run: Callable[[dict[str, Any], Iterator[Any], Emit], None])
         print(json.dumps({"event": event, **content}), file=events, flush=True)
 
     try:
-        run(json.loads(Path(sys.argv[1]).read_text()), map(json.loads, sys.stdin), emit)
+        run(json.loads(Path(sys.argv[1]).read_text()), _questions(), emit)
     except Exception as error:
         emit("failed", reason=f"{type(error).__name__}: {error}")
         raise
+
+
+def _questions() -> Iterator[Any]:
+    """The questions on standard input. If it ends before the last one is answered, the program that
+    asks was killed: then this process group is, too."""
+    lines: SimpleQueue[str] = SimpleQueue()
+    is_idle = Event()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        if not is_idle.wait(ANSWER_SECONDS):
+            os.killpg(0, signal.SIGKILL)
+        lines.put("")
+
+    def questions() -> Iterator[Any]:
+        while True:
+            is_idle.set()
+            line = lines.get()
+            is_idle.clear()
+            if not line:
+                return
+            yield json.loads(line)
+
+    Thread(target=read, daemon=True).start()  # also while the engine starts
+    return questions()

@@ -1,7 +1,7 @@
 """The process of one engine, for one method.
 
 Each question is a turn: the numbers of the `prompts` to answer, and how many at a time
-(`batch_size`).
+(`batch_size`). With `trace`, some of its steps are written to a file of that name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.engines.engine_process import Emit, answer_questions
+from benchmarks.trace import trace_turn
 
 WARM_UP_TOKENS = 16
 """The answer of each request of the warm-up."""
@@ -193,6 +194,8 @@ def run(job: Job, turns: Iterable[dict[str, Any]], emit: Emit) -> None:
     for turn in turns:
         emit("generating")
         chosen = turn["prompts"]
+        if "trace" in turn:
+            llm.collective_rpc(trace_turn, args=(turn["trace"],))
         generations, seconds, full_seconds = answer(
             llm.llm_engine,
             [job.prompts[index] for index in chosen],

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from functools import cache, partial
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks.gpu.case import IMPLS, Case, kernel_cases
+from benchmarks.gpu.processes import TIME_IS_UP, in_processes
 
 MAX_PROCESSES = 6
 OTHERS = "other kernels"
@@ -49,15 +47,15 @@ def checks() -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
 
 
 def run(index: int) -> dict[str, Any]:
-    """The row of one of the `checks`."""
-    impl, name, check = checks()[index]
+    """The row of one of the `checks`, without its names."""
+    _, _, check = checks()[index]
     start = time.perf_counter()
     try:
         row = check()
     except Exception as error:
         traceback.print_exc()
         row = {"raised": f"{type(error).__name__}: {error}"[:500]}
-    return {"impl": impl, "case": name, "seconds": time.perf_counter() - start, **row}
+    return {"seconds": time.perf_counter() - start, **row}
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
@@ -76,26 +74,21 @@ def check_kernels(
     results["kernels"] = rows
     count = len(checks())
     processes = min(MAX_PROCESSES, os.cpu_count() or 1)
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, spawn) as pool:
-        # The others first: each takes longer.
-        futures = [pool.submit(run, index) for index in reversed(range(count))]
-        try:
-            for future in tqdm(as_completed(futures, seconds), "kernels", count, leave=False):
-                row = future.result()
-                rows.append(row)
-                save()
-                if is_wrong(row):
-                    tqdm.write(f"WRONG: {row['impl']}, {row['case']}: {_reason(row)}")
-        except TimeoutError:
-            pool.shutdown(cancel_futures=True)
-        except BrokenProcessPool as error:
-            rows.append({"impl": OTHERS, "case": "all that is left", "raised": str(error)})
-            tqdm.write(f"WRONG: a process ended: {error}")
+    # The others first: each takes longer.
+    done = in_processes(run, range(count)[::-1], processes, seconds)
+    for index, found in tqdm(done, "kernels", count, leave=False):
+        impl, name, _ = checks()[index]
+        row = {"impl": impl, "case": name, **found}
+        rows.append(row)
+        save()
+        if is_wrong(row):
+            tqdm.write(f"WRONG: {impl}, {name}: {_reason(row)}")
+        elif "stopped" in row:
+            tqdm.write(f"stopped on its way: {impl}, {name}")
     for impl in (*IMPLS, OTHERS):
         print(_summary(impl, [row for row in rows if row["impl"] == impl]))
     if len(rows) < count:
-        print(f"{count - len(rows)} checks not made: the time was up")
+        print(f"{count - len(rows)} checks not begun: {TIME_IS_UP}")
     return not any(map(is_wrong, rows))
 
 
@@ -106,7 +99,7 @@ def _reason(row: dict[str, Any]) -> str:
 
 
 def _summary(impl: str, rows: list[dict[str, Any]]) -> str:
-    left_out = sum("left_out" in row for row in rows)
+    left_out = sum("left_out" in row or "stopped" in row for row in rows)
     wrong = sum(map(is_wrong, rows))
     share = max((row["error"] / row["bound"] for row in rows if "error" in row), default=math.nan)
     return (

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-GRACE_SECONDS = 20.0
-"""For a command that is interrupted to report what it knows."""
 
 try:
     import torch
@@ -25,6 +20,7 @@ try:
 
     from benchmarks.command_line import check_outputs, positives
     from benchmarks.gpu.accuracy import check_kernels
+    from benchmarks.gpu.processes import Limit
     from benchmarks.gpu.timings import measure
     from lookahead_vllm.cli.arguments import positive
 except ImportError as error:
@@ -49,8 +45,10 @@ FlashAttention is vLLM's or the package flash-attn, over the same pages; where n
 torch's own over K/V without pages, which is named `torch flash` in the table.
 
 It runs with torch, triton and numpy alone, and takes in what else is installed. One table goes to
-the terminal, and everything to --json, after each check. --seconds ends it in time; what is known
-by then is reported.
+the terminal, and everything to --json, after each check. --seconds ends it in time: what is under
+way is stopped, and what is known by then is reported. A kernel that fails on the device, as by an
+illegal access, ends its process, and the others run in a new one; after a test that does, no other
+is run.
 
 examples:
   python scripts/gpu_check.py --json gpu.json
@@ -107,32 +105,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-class Limit:
-    """The time that is left."""
-
-    def __init__(self, seconds: int | None) -> None:
-        self.until = math.inf if seconds is None else time.monotonic() + seconds
-
-    @property
-    def left(self) -> float | None:
-        """Seconds, or None without a limit."""
-        return None if self.until == math.inf else max(0.0, self.until - time.monotonic())
-
-    def run(self, command: Sequence[str], **environment: str) -> str:
-        """Run a command, and interrupt it when the time is up; "well", or what became of it."""
-        process = subprocess.Popen(command, env={**os.environ, **environment})
-        try:
-            code = process.wait(self.left)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            return "the time was up"
-        return "well" if code == 0 else f"failed ({code})"
-
-
 def missing(*packages: str) -> str | None:
     """What is not installed of vLLM with CUDA and these packages."""
     try:
@@ -152,9 +124,8 @@ def exact(options: argparse.Namespace, limit: Limit) -> str:
     folder = str(ROOT / "benchmarks" / "gpu")
     path = os.pathsep.join([str(ROOT), folder, *filter(None, [os.environ.get("PYTHONPATH")])])
     tests = str(ROOT / "tests" / "engine" / "test_on_a_gpu.py")
-    return limit.run(
-        [sys.executable, "-m", "pytest", "-p", "on_a_gpu", "-v", "-s", tests], PYTHONPATH=path
-    )
+    pytest = [sys.executable, "-m", "pytest", "-p", "on_a_gpu", "-v", "-s", tests]
+    return limit.run(["env", f"PYTHONPATH={path}", *pytest])
 
 
 def bench(options: argparse.Namespace, limit: Limit) -> str:
@@ -176,6 +147,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the chosen parts; 1 if something is wrong or fails."""
     options = parse_args(argv)
     limit = Limit(options.seconds)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parts = options.only or PARTS
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -194,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
         if "kernels" in parts:
             passed = check_kernels(results, save, limit.left)
         if "timings" in parts:
-            measure(options, results, save, limit.until)
+            measure(options, results, save, limit)
         for name, run in (("exact", exact), ("bench", bench)):
             if name in parts:
                 results[name] = said = run(options, limit)

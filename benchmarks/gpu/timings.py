@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import sys
-import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,10 +14,12 @@ import torch
 import triton.testing
 
 from benchmarks.gpu.case import DEVICE, Case
+from benchmarks.gpu.processes import TIME_IS_UP, Limit, in_processes
 
 MEMORY_SHARE = 0.4
 """K/V may take so much of the GPU's memory; larger cases are left out."""
 COPY_BYTES = 1 << 30
+TIMES = ("flash", "triton", "xformers", "reference")
 MAX_SPLITS = 32
 """vLLM's bound in CUDA graphs, `flash_attn_max_num_splits_for_cuda_graph`."""
 
@@ -89,6 +89,7 @@ def _torch_flash(case: Case, q: torch.Tensor, longest: int) -> Callable[[], Any]
     return run
 
 
+@cache
 def copy_bandwidth() -> float:
     """Bytes a second that a copy reads and writes."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=DEVICE)
@@ -97,74 +98,91 @@ def copy_bandwidth() -> float:
 
 
 def milliseconds(run: Callable[[], Any], graph: bool = True) -> float | None:
-    """The median of a call, replayed from a CUDA graph if `graph`; None where it fails."""
+    """The median of a call, replayed from a CUDA graph if `graph`; None where it fails.
+
+    RuntimeError if the device has failed, so that nothing else can be measured here.
+    """
     try:
         if graph:
             return float(triton.testing.do_bench_cudagraph(run, return_mode="median"))
         return float(triton.testing.do_bench(run, return_mode="median"))
     except (ValueError, RuntimeError, NotImplementedError) as reason:
+        torch.cuda.synchronize()
         print(f"  left out: {str(reason).splitlines()[0]}", file=sys.stderr)
         return None
+
+
+def time_case(options: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """The times of requests, of this context and as many nodes each."""
+    requests, context, nodes = shape
+    case = Case(
+        [context] * requests, [nodes] * requests, heads=options.heads, kv_heads=options.kv_heads,
+        head_size=options.head_size, page_size=options.page_size,
+        dtype=getattr(torch, options.dtype),
+    )  # fmt: skip
+    bandwidth = copy_bandwidth()
+    flash_name, flash = flash_attention(case)
+    row = {
+        "bandwidth": bandwidth,
+        "floor": requests * kv_bytes(options, context, nodes) / bandwidth * 1e3,
+        "flash_by": flash_name,
+        **dict.fromkeys(TIMES),
+    }
+    calls: dict[str, Callable[[], Any]] = {"flash": flash}
+    calls |= {name: partial(case.run, name) for name in TIMES[1:]}
+    try:
+        for name, call in calls.items():
+            is_slow = name == "reference"
+            if (name == "xformers" and not find_spec(name)) or (is_slow and requests > 1):
+                continue
+            row[name] = milliseconds(call, graph=not is_slow)
+    except RuntimeError as reason:
+        row["raised"] = str(reason)
+    return row
+
+
+def kv_bytes(options: argparse.Namespace, context: int, nodes: int) -> int:
+    """The K/V of a request."""
+    return (context + nodes + 1) * 4 * int(options.kv_heads * options.head_size)
 
 
 def measure(
     options: argparse.Namespace,
     results: dict[str, Any],
-    save: Callable[[], None] = lambda: None,
-    until: float = math.inf,
+    save: Callable[[], None],
+    limit: Limit,
 ) -> None:
     """Print the times of all implementations, side by side.
 
-    `results` gets the rows, and `save` is called after each. `until`, of `time.monotonic`, ends it.
+    `results` gets the rows, and `save` is called after each.
     """
-    bandwidth = copy_bandwidth()
-    results["bandwidth"] = bandwidth
-    print(f"\na copy moves {bandwidth / 1e12:.2f} TB/s\n")
-    head = ["requests", "context", "nodes"]
-    head += ["floor", "flash", "triton", "/flash", "xformers", "reference"]
-    print(" | ".join(name.rjust(9) for name in head))
+    head = ["requests", "context", "nodes", "floor", "flash", "triton", "/flash", "xformers"]
+    print("\n" + " | ".join(name.rjust(9) for name in [*head, "reference"]))
     rows = results["timings"] = []
-    slot_bytes = 2 * options.kv_heads * options.head_size * 2
-    memory_bytes = torch.cuda.get_device_properties(0).total_memory
-    for requests, context, nodes in itertools.product(
-        options.requests, options.contexts, options.nodes
-    ):
-        kv_bytes = requests * (context + nodes + 1) * slot_bytes
-        if kv_bytes > MEMORY_SHARE * memory_bytes:
-            continue
-        if time.monotonic() > until:
-            print("the time was up")
-            break
-        case = Case(
-            [context] * requests, [nodes] * requests, heads=options.heads,
-            kv_heads=options.kv_heads, head_size=options.head_size, page_size=options.page_size,
-            dtype=getattr(torch, options.dtype),
-        )  # fmt: skip
-        flash_name, flash = flash_attention(case)
-        row = {
-            "requests": requests,
-            "context": context,
-            "nodes": nodes,
-            "floor": kv_bytes / bandwidth * 1e3,
-            "flash": milliseconds(flash),
-            "flash_by": flash_name,
-            "triton": milliseconds(partial(case.run, "triton")),
-            "xformers": milliseconds(partial(case.run, "xformers"))
-            if find_spec("xformers")
-            else None,
-            "reference": milliseconds(partial(case.run, "reference"), graph=False)
-            if requests == 1
-            else None,
-        }
+    most_bytes = MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
+    shapes = [
+        (requests, context, nodes)
+        for requests, context, nodes in itertools.product(
+            options.requests, options.contexts, options.nodes
+        )
+        if requests * kv_bytes(options, context, nodes) <= most_bytes
+    ]
+    for shape, found in in_processes(partial(time_case, options), shapes, 1, limit.left):
+        row = dict(zip(("requests", "context", "nodes"), shape, strict=True), **found)
         rows.append(row)
         save()
-        print(" | ".join(cell.rjust(9) for cell in _cells(row)), flush=True)
-    print(f"\nmilliseconds a call; flash is {rows[-1]['flash_by'] if rows else 'nobody'}")
+        failed = [str(row[key]) for key in ("raised", "stopped") if key in row]
+        print(" | ".join(cell.rjust(9) for cell in _cells(row)), *failed, flush=True)
+    if len(rows) < len(shapes):
+        print(f"{len(shapes) - len(rows)} not begun: {TIME_IS_UP}")
+    if rows and "flash_by" in rows[0]:
+        print(f"\nmilliseconds a call; flash is {rows[0]['flash_by']}")
+        print(f"a copy moves {rows[0]['bandwidth'] / 1e12:.2f} TB/s")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    ratio = row["triton"] / row["flash"] if row["triton"] and row["flash"] else None
-    times = (row["floor"], row["flash"], row["triton"], ratio, row["xformers"], row["reference"])
+    floor, flash, trees, *others = map(row.get, ("floor", *TIMES))
+    times = (floor, flash, trees, trees / flash if trees and flash else None, *others)
     return [
         *(str(row[key]) for key in ("requests", "context", "nodes")),
         *("-" if value is None else f"{value:.3f}" for value in times),

@@ -6,6 +6,7 @@ Each inserts a prompt as in its engine: at once.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import count
@@ -143,8 +144,124 @@ class SuffixTrees(Suffix):
         return DraftTree.from_lists(draft.token_ids, draft.parents)
 
 
+class SuffixV2(Peer):
+    """vLLM's `suffix` for Model Runner V2 (commit 05084858, after 0.33), with its defaults.
+
+    It copies what followed the longest match of the text's end, at most `DEPTH` tokens long: in
+    the text itself (the last place) or in the corpus of finished answers, if the match there is
+    longer. A table on the last two tokens and one on the last four name places of the corpus, of
+    which those that match far enough vote. Chains are always as long as they may be: after the end
+    of a copy, the last token fills them. Adaptive verification, which would cut them, is left out.
+    """
+
+    DEPTH = 24
+    CORPUS_TOKENS = 1_000_000
+    """The oldest answers go. (vLLM's ring also leaves its end empty when one does not fit.)"""
+    KEYS = (2, 4)
+    SLOTS = 8
+    """A key has the last place in the newest answer of each of so many classes: those whose numbers
+    have the same remainder."""
+    PROMPT_TOKENS = 3
+    """The end of the prompt, which is stored before each answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._starts: dict[int, int] = {}
+        self._answers: dict[int, list[int]] = {}
+        """By number, the oldest first."""
+        self._num_answers = self._num_tokens = 0
+        self._places: dict[tuple[int, ...], tuple[int, int]] = {}
+        """By class and key: the number of an answer, and the place after the key in it."""
+
+    def begin(self, row: int, prompt: Int32s) -> None:
+        """See Peer."""
+        self._starts[row] = max(len(prompt) - self.PROMPT_TOKENS, 0)
+
+    def end(self, row: int) -> None:
+        """See Peer."""
+        answer: list[int] = self._texts[row][self._starts.pop(row) : self._sizes[row]].tolist()
+        number, self._num_answers = self._num_answers, self._num_answers + 1
+        self._answers[number] = answer
+        self._num_tokens += len(answer)
+        for size in self.KEYS:
+            for place in range(size, len(answer)):
+                key = number % self.SLOTS, *answer[place - size : place]
+                self._places[key] = number, place
+        while self._num_tokens > self.CORPUS_TOKENS:
+            self._num_tokens -= len(self._answers.pop(next(iter(self._answers))))
+
+    def chain(self, row: int, text: Int32s, most: int) -> Sequence[int]:
+        """See Peer."""
+        length, place = longest_match(text, self.DEPTH)
+        chain = text[place : place + most].tolist() if length else []
+        in_corpus, voted = self._in_corpus(text[-self.DEPTH :].tolist(), most)
+        if in_corpus > length:
+            chain = voted
+        return chain + [int(text[-1])] * (most - len(chain))
+
+    def _in_corpus(self, end: list[int], most: int) -> tuple[int, list[int]]:
+        """The length of the match in the corpus, and what its places vote for.
+
+        The places with at least as long a match as one of them vote together. Of all such votes,
+        the one with the highest expected number of right tokens wins, then the longer match.
+        """
+        lengths: dict[tuple[int, int], int] = {}
+        for size in self.KEYS:
+            for slot in range(self.SLOTS):
+                number, place = self._places.get((slot, *end[-size:]), (-1, 0))
+                if number in self._answers:
+                    before = self._answers[number][:place]
+                    lengths[number, place] = common_end(before, end)
+        best: tuple[float, int, list[int]] = 0.0, 0, []
+        for length in set(lengths.values()):
+            places = sorted((one for one in lengths if lengths[one] >= length), reverse=True)
+            following = [self._answers[number][at : at + most] for number, at in places]
+            score, chain = vote(following)
+            best = max(best, (score, length, chain))
+        return best[1:]
+
+
+def longest_match(text: Int32s, depth: int) -> tuple[int, int]:
+    """The longest end of the text that occurs in it earlier, at most `depth` tokens: its length and
+    the place after its last occurrence; (0, 0) if the last token is new."""
+    places, length = np.flatnonzero(text[:-1] == text[-1]) + 1, 1
+    if not len(places):
+        return 0, 0
+    while length < depth:
+        longer = places[places > length]
+        longer = longer[text[longer - 1 - length] == text[-1 - length]]
+        if not len(longer):
+            break
+        places, length = longer, length + 1
+    return length, int(places[-1])
+
+
+def common_end(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their ends."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def vote(texts: Sequence[list[int]]) -> tuple[float, list[int]]:
+    """The chain that texts vote for, token by token, and the expected number of right tokens.
+
+    A text whose token loses votes no more. Of tokens with equally many votes, that of the first
+    text wins.
+    """
+    chain: list[int] = []
+    score, share = 0.0, 1.0
+    while tokens := Counter(text[len(chain)] for text in texts if len(text) > len(chain)):
+        token, count = tokens.most_common(1)[0]
+        share *= count / len(texts)
+        score += share
+        chain.append(token)
+        texts = [text for text in texts if text[: len(chain)] == chain]
+    return score, chain
+
+
 PEERS: dict[str, type[Peer]] = {
     "suffix": Suffix,
+    "suffix_v2": SuffixV2,
     "suffix_trees": SuffixTrees,
     "prompt_lookup": PromptLookup,
 }

@@ -57,7 +57,8 @@ proposers:
   ngram_trie:drafter=4 has the first four tokens of the recorded chains in its trees.
   hybrid and jacobi_window learn from the model's choices, which a recording does not have.
   suffix is vLLM's, by arctic-inference, with vLLM's defaults; suffix_trees are the same library's
-  trees, which vLLM does not use; prompt_lookup is vLLM's `ngram`, with n-grams of 2 to 5 tokens.
+  trees, which vLLM does not use; suffix_v2 is vLLM's `suffix` for Model Runner V2, after 0.33,
+  whose chains all have --budget tokens; prompt_lookup is vLLM's `ngram`, with n-grams of 2 to 5.
   All insert prompts at once, and send their drafts whatever they cost.
 
 modes:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.gpu import case, other_kernels
+from benchmarks.gpu.bundle import pack
+from benchmarks.gpu.processes import Limit, in_processes
 from lookahead_vllm.verify.layout.paged_batch import CAUSAL
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +46,110 @@ def test_the_other_kernels_are_checked(name: str, monkeypatch: pytest.MonkeyPatc
         if name in found:
             row = check()
             assert row.get("error", 0) < row.get("bound", 1)
+
+
+# What ends in time, and what a failure of the device stops.
+
+
+def test_a_process_is_replaced_once_something_has_failed_in_it() -> None:
+    own = "dict(pid=__import__('os').getpid())"
+    tasks = [own, own, "dict(raised='an illegal access')", own, "__import__('os')._exit(9)", own]
+    rows = [row for _, row in in_processes(eval, tasks, 1, None)]
+    first, same, _, after_raising, ended, after_ending = rows
+    assert first == same and ended == {"raised": "its process has ended (9)"}
+    assert first["pid"] != after_raising["pid"] != after_ending["pid"]
+
+
+def test_a_task_under_way_is_stopped_when_the_time_is_up() -> None:
+    start, sleep = time.monotonic(), "__import__('time').sleep(60)"
+    assert [*in_processes(eval, [sleep, sleep], 1, 1)] == [(sleep, {"stopped": "the time was up"})]
+    assert time.monotonic() - start < 30
+
+
+def test_a_command_is_interrupted_when_the_time_is_up() -> None:
+    program = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: time.sleep(60)"
+    start = time.monotonic()
+    assert Limit(4).run([sys.executable, "-c", program]) == "the time was up"
+    assert time.monotonic() - start < 30
+    assert Limit(None).run([sys.executable, "-c", "raise SystemExit(3)"]) == "failed (3)"
+    assert Limit(60).run([sys.executable, "-c", ""]) == "well"
+    assert Limit(0).run(["nothing"]) == "left out: the time was up"
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(60, -signal.SIGKILL), (0, 0)])
+def test_an_engine_under_way_ends_when_the_benchmark_was_killed(
+    seconds: int, code: int, tmp_path: Path
+) -> None:
+    """With all processes of its group; one that waits for a question ends by itself."""
+    job = tmp_path / "job.json"
+    job.write_text("{}")
+    program = f"""
+import subprocess, sys, time
+from benchmarks.engines.engine_process import answer_questions
+def run(job, questions, emit):
+    core = subprocess.Popen([sys.executable, "-c", "import time; time.sleep({seconds})"])
+    time.sleep({seconds})
+    assert [*questions] == ["a question"]
+answer_questions(run)
+"""
+    command = [sys.executable, "-c", program, str(job)]
+    with subprocess.Popen(
+        command, cwd=ROOT, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as engine:
+        engine.communicate(b'"a question"\n', timeout=40)  # until the last one of the group ends
+        assert engine.returncode == code
+
+
+def test_no_test_is_run_after_a_failure_of_the_device(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("""
+import torch
+def test_a():
+    def fail(): raise RuntimeError("an illegal memory access")
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, fail
+def test_b(): pass
+""")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks" / "gpu")])
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "on_a_gpu", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "test_it.py"], env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "test_a PASSED" in said and "test_b" not in said
+    assert "an illegal memory access" in said and "failed in test_it.py::test_a" in said
+
+
+# The bundle.
+
+
+def test_a_bundle_says_which_python_it_was_made_for(tmp_path: Path) -> None:
+    made = {"python": "2.7", "archives": {}, "folders": []}
+    (tmp_path / "bundle.json").write_text(json.dumps(made))
+    script = str(ROOT / "benchmarks" / "gpu" / "bundle" / "unpack.py")
+    command = [sys.executable, "-I", script, str(tmp_path), str(tmp_path / "target")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and not (tmp_path / "target").exists()
+    assert "the bundle was made for 2.7: set PYTHON" in done.stderr
+
+
+def test_files_of_another_vllm_are_laid_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (
+        ("site/vllm/a.py", "old"),
+        ("site/vllm/b.py", "kept"),
+        ("other/vllm/a.py", "new"),
+        ("other/vllm/suffix/c.py", "added"),
+        ("other/setup.py", "not vLLM's"),
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    pack.lay_over(tmp_path / "other", tmp_path / "site")
+    found = {path.name: path.read_text() for path in (tmp_path / "site").rglob("*.py")}
+    assert found == {"a.py": "new", "b.py": "kept", "c.py": "added"}
+    said = capsys.readouterr().out
+    assert "vllm/a.py replaces that of 0.33" in said and "vllm/suffix/c.py is new" in said
 
 
 def test_it_needs_only_torch_and_triton_and_reports_a_missing_gpu() -> None:

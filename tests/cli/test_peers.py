@@ -9,8 +9,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lookahead_vllm.cli.peers import PEERS
+from lookahead_vllm.cli.peers import PEERS, SuffixV2
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.simulation.proposers import choose_proposers
 from lookahead_vllm.simulation.replay import Pace, simulate
@@ -84,3 +86,76 @@ def test_a_peer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch
         choose_proposers("sufix", PEERS)
     with pytest.raises(OptionError, match="prompt_lookup has no settings here; leave max=3 out"):
         choose_proposers("prompt_lookup:max=3", PEERS)
+
+
+# vLLM's `suffix` for Model Runner V2, against a search of everything.
+
+
+def expected_chain(
+    text: list[int], answers: list[list[int]], peer: SuffixV2, most: int
+) -> list[int]:
+    """Its chain, given the answers that the corpus has had."""
+
+    def matched(before: list[int]) -> int:
+        lengths = range(min(len(before), len(text), peer.DEPTH) + 1)
+        return max(n for n in lengths if before[len(before) - n :] == text[len(text) - n :])
+
+    own, place = max((matched(text[:end]), end) for end in range(1, len(text)))
+    kept = range(len(answers))
+    while sum(len(answers[number]) for number in kept) > peer.CORPUS_TOKENS:
+        kept = kept[1:]
+    found: dict[tuple[int, int], int] = {}
+    for size in peer.KEYS:
+        for slot in range(peer.SLOTS):
+            places = [
+                (number, end)
+                for number in kept
+                for end in range(size, len(answers[number]))
+                if number % peer.SLOTS == slot
+                and answers[number][end - size : end] == text[len(text) - size :]
+            ]
+            if places:
+                number, end = max(places)
+                found[number, end] = matched(answers[number][:end])
+    votes = []
+    for length in set(found.values()):
+        chain: list[int] = []
+        expected, share = 0.0, 1.0
+        voters = [answers[n][end:] for n, end in sorted(found) if found[n, end] >= length]
+        while len(chain) < most:
+            ballots = [own[len(chain)] for own in voters if len(own) > len(chain)]
+            if not ballots:
+                break
+            winner = max(range(len(ballots)), key=lambda i: (ballots.count(ballots[i]), i))
+            share *= ballots.count(ballots[winner]) / len(voters)
+            expected += share
+            chain.append(ballots[winner])
+            voters = [own for own in voters if own[: len(chain)] == chain]
+        votes.append((expected, length, chain))
+    _, length, chain = max(votes, default=(0.0, 0, []))
+    if length <= own:
+        chain = text[place : place + most] if own else []
+    return [*chain, *[text[-1]] * (most - len(chain))]
+
+
+class SmallCorpus(SuffixV2):
+    CORPUS_TOKENS, SLOTS, DEPTH = 90, 3, 5
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    texts=st.lists(st.lists(st.integers(1, 3), min_size=6, max_size=30), min_size=2, max_size=12),
+    most=st.integers(1, 8),
+)
+def test_suffix_v2_finds_what_a_search_of_everything_finds(
+    texts: list[list[int]], most: int
+) -> None:
+    peer, answers = SmallCorpus(), []
+    for text in texts:
+        peer.start("one", text[:4])
+        row = peer.text_of("one")
+        peer.add(row, text[4:])
+        tree = peer.tree(row, most, most, may_branch=True)
+        assert tree.tokens.tolist() == expected_chain(text, answers, peer, most)
+        answers.append(text[4 - peer.PROMPT_TOKENS :])
+        peer.finish("one")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
+from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from tests.support.driving import drafter_of, engine, generate_staggered, runner_of
 from tests.support.models import CALM, ROTARY, WANDERING, save_config
 from tests.support.proposers import record
@@ -108,6 +109,15 @@ def count_steps(llm: LLM) -> Counter[str]:
     return steps
 
 
+def launched_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Will hold the steps that were launched."""
+    launched: list[Any] = []
+    late = runner_of(llm)._late
+    add_step = late.add_step
+    monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
+    return launched
+
+
 @pytest.fixture(scope="module")
 def in_float32(model: Path) -> list[list[list[list[int]]]]:
     """Plain vLLM's answers with PARAMS and DRAWN."""
@@ -125,9 +135,7 @@ def test_float32_answers_are_plain_vllms(
         record(PROMPTS, expected)
     options = dict(proposer=proposer, num_speculative_tokens=NODES, budget=NODES)
     with engine(model, options, **settings(kind, "float32")) as llm:
-        steps, late, launched = count_steps(llm), runner_of(llm)._late, []
-        add_step = late.add_step
-        monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
+        steps, launched = count_steps(llm), launched_steps(llm, monkeypatch)
         for params, expected in zip((PARAMS, DRAWN), in_float32, strict=True):
             for every in (1, 3):
                 assert generate_staggered(llm, PROMPTS, params, every=every) == expected
@@ -135,6 +143,23 @@ def test_float32_answers_are_plain_vllms(
         assert counters.branching_trees and counters.moved_tokens
         assert kind == "eager" or steps["FULL, drafts"]
         assert any(step.has_tail for step in launched) is (kind == "graphs")
+
+
+@on_gpus
+def test_steps_without_slots_are_placed_early_too(
+    model: Path, in_float32: list[list[list[list[int]]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts never pay, so hardly any step has slots."""
+    cost = StepCost(CostCurve([1, 1024], [1.0, 1.001]), drafts=50.0)
+    monkeypatch.setattr(cost, "observe", lambda work, time: time)
+    with engine(model, {"proposer": "ngram_trie"}, **settings("graphs", "float32")) as llm:
+        drafter_of(llm).proposer.cost = cost
+        launched = launched_steps(llm, monkeypatch)
+        for params, expected in zip((PARAMS, DRAWN), in_float32, strict=True):
+            assert generate_staggered(llm, PROMPTS, params) == expected
+        without = [step for step in launched if step.is_late and not step.has_slots]
+        assert sum(step.has_tail for step in without) > 20
+        assert sum(step.repeats for step in without) > 20
 
 
 # ---- bfloat16 ------------------------------------------------------------------------------------

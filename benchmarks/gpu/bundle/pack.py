@@ -29,15 +29,19 @@ have this project: carry the folder inside of a checkout. There, this runs a com
 
   bash .gpu/run python scripts/gpu_check.py
 
-It was made for Python 3.12, torch 2.11 (CUDA 13) and Hopper (--architecture 90: H100, H200). Other
-GPUs need another number, as 80 for Ampere; FlashAttention 3 is for Hopper alone.
+It was made for torch 2.11 (CUDA 13), for one release of Python (--python), which it checks, and for
+Hopper (--architecture 90: H100, H200). Other GPUs need another number, as 80 for Ampere;
+FlashAttention 3 is for Hopper alone.
+
+--overlay puts files of another vLLM over those of 0.33, to measure what is not released yet. Take
+the few that a method needs, in a folder of their own (FOLDER/vllm/...), and give the bundle its own
+--out: lookahead was compared with 0.33 alone.
 
 It needs pip, a package index and 4 GB of disk in the temporary folder, and no GPU.
 """
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 VLLM = "vllm==0.33.0"
-PYTHON = "3.12"
 MIB = 1 << 20
 ARCHIVES = 4
 
@@ -81,11 +85,16 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--architecture", type=int, default=90, help="of the GPU, times ten (default: 90)")
     cache = Path(tempfile.gettempdir()) / "lookahead-bundle"
     add("--cache", type=Path, default=cache, metavar="DIR", help="keeps what is fetched")
-    about = f"arctic-inference, built for Python {PYTHON}, for vLLM's method `suffix`"
+    add("--python", default="3.12", metavar="3.N", help="that of the machine (default: 3.12)")
+    about = "arctic-inference, built for that Python, for vLLM's method `suffix`"
     add("--suffix-wheel", type=Path, metavar="FILE.whl", help=about)
+    about = "files of another vLLM, which replace those of 0.33 or are added"
+    add("--overlay", type=Path, metavar="FOLDER", help=about)
     options = parser.parse_args(argv)
     if options.suffix_wheel and not options.suffix_wheel.is_file():
         parser.error(f"there is no file {options.suffix_wheel}")
+    if options.overlay and not (options.overlay / "vllm").is_dir():
+        parser.error(f"--overlay: there is no folder {options.overlay}/vllm")
     if options.out.exists() and not (options.out / "bundle.json").is_file():
         parser.error(f"{options.out} exists and is no bundle; name another folder with --out")
     return options
@@ -101,31 +110,31 @@ def pip(*arguments: str) -> None:
     subprocess.run(command, check=True)
 
 
-def for_the_machine() -> list[str]:
+def for_the_machine(python: str) -> list[str]:
     """pip matches a platform's number exactly, so all of them are named."""
     names = [f"manylinux_2_{n}_x86_64" for n in range(39, 4, -1)]
     names += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
     platforms = [part for name in names for part in ("--platform", name)]
-    return ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp", *platforms]
+    return ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms]
 
 
-def fetch(names: list[str], folder: Path) -> list[Path]:
+def fetch(names: list[str], folder: Path, python: str) -> list[Path]:
     """The wheels of these pins, fetched once."""
     folder.mkdir(parents=True, exist_ok=True)
-    done = folder / ".done"
-    if not (done.is_file() and done.read_text() == "\n".join(names)):
+    done, mark = folder / ".done", "\n".join([python, *names])
+    if not (done.is_file() and done.read_text() == mark):
         for wheel in folder.glob("*.whl"):  # of other pins
             wheel.unlink()
-        pip("download", "-q", "--no-deps", *for_the_machine(), "-d", str(folder), *names)
-        done.write_text("\n".join(names))
+        pip("download", "-q", "--no-deps", *for_the_machine(python), "-d", str(folder), *names)
+        done.write_text(mark)
     return sorted(folder.glob("*.whl"))
 
 
-def install(wheels: list[Path], target: Path) -> None:
+def install(wheels: list[Path], target: Path, python: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     options = ["-q", "--root-user-action=ignore", "--no-index", "--no-deps", "--no-compile"]
     pip(
-        *("install", *options, "--target", str(target), *for_the_machine()),
+        *("install", *options, "--target", str(target), *for_the_machine(python)),
         *map(str, wheels),
     )
 
@@ -169,11 +178,22 @@ def install_suffix(wheel: Path, site: Path) -> None:
         )
 
 
+def lay_over(folder: Path, site: Path) -> None:
+    """Put the Python files of another vLLM over those of the wheel."""
+    names = sorted(path.relative_to(folder) for path in folder.glob("vllm/**/*.py"))
+    for name in names:
+        print(f"overlay: {name} {'replaces that of 0.33' if (site / name).is_file() else 'is new'}")
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, site / name)
+
+
 def stage(options: argparse.Namespace, bundle: Path) -> None:
     """Everything as it will lie on the machine."""
-    site = bundle / "site"
-    install(fetch(pins("needed.txt"), options.cache / "needed"), site)
-    unpack_vllm(fetch([VLLM], options.cache / "vllm")[0], site, options.architecture)
+    site, cache, python = bundle / "site", options.cache, options.python
+    install(fetch(pins("needed.txt"), cache / "needed", python), site, python)
+    unpack_vllm(fetch([VLLM], cache / "vllm", python)[0], site, options.architecture)
+    if options.overlay:
+        lay_over(options.overlay, site)
     name_plugin(site)
     for name in BULK:
         path = site / name
@@ -181,8 +201,8 @@ def stage(options: argparse.Namespace, bundle: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    for wheel in fetch(pins("spare.txt"), options.cache / "spare"):
-        install([wheel], bundle / "spare" / wheel.name.split("-")[0].lower())
+    for wheel in fetch(pins("spare.txt"), cache / "spare", python):
+        install([wheel], bundle / "spare" / wheel.name.split("-")[0].lower(), python)
     if options.suffix_wheel:
         install_suffix(options.suffix_wheel, site)
 
@@ -233,7 +253,8 @@ def main(argv: Sequence[str]) -> int:
             jobs = pool.map(compress, parts, [bundle] * len(parts), targets)
             digests = list(tqdm(jobs, "compressing", len(parts)))
         folders = sorted({str(path.parent.relative_to(bundle)) for part in parts for path in part})
-    made = {"archives": dict(zip(names, digests, strict=True)), "folders": folders}
+    archives = dict(zip(names, digests, strict=True))
+    made = {"python": options.python, "archives": archives, "folders": folders}
     (out / "bundle.json").write_text(json.dumps(made, indent=1) + "\n")
     for name in ("run", "unpack.py"):
         shutil.copy(HERE / name, out)

@@ -42,6 +42,19 @@ def say(text: str) -> None:
     print(f"[bundle] {text}", flush=True)
 
 
+def check_python(made_for: str) -> None:
+    """Exit if this is not the Python, as 3.12, that the bundle's libraries were compiled for."""
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if here == made_for:
+        return
+    found = shutil.which(f"python{made_for}")
+    remedy = f"set PYTHON={found}" if found else f"set PYTHON to a Python {made_for}"
+    sys.exit(
+        f"[bundle] {sys.executable} is Python {here}, and the bundle was made for {made_for}: "
+        f"{remedy}, if torch is installed there, or make it with gpu_bundle.py --python {here}"
+    )
+
+
 def unpack(archive: Path, digest: str, target: Path) -> None:
     """Unpack one archive, after checking its digest."""
     if hashlib.sha256(archive.read_bytes()).hexdigest() != digest:
@@ -128,6 +141,7 @@ def choose_spares(target: Path) -> list[Path]:
 def main() -> None:
     folder, target = map(Path, sys.argv[1:])
     made = json.loads((folder / "bundle.json").read_text())
+    check_python(made["python"])
     stamp, mark = target / ".done", json.dumps(made["archives"])
     if stamp.is_file() and stamp.read_text() == mark:
         return

@@ -7,6 +7,7 @@ that are used here, so both get the same builder and implementation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,7 +106,7 @@ class _TreeBuilder(_Builder):
 
 class _TreeImpl(_Impl):
     trees_by: Impl = "auto"
-    """What computes trees: the option `attention`."""
+    """What computes trees in graphs: the option `attention`."""
 
     def forward(
         self,
@@ -170,7 +171,10 @@ class _TreeImpl(_Impl):
             context_lse=context_lse,
             **scales,
         )
-        paged_attention(call, impl=self.trees_by)
+        # xformers' kernel is compiled for each shape of a batch. Those of graphs are few, and
+        # compiled before they are captured; outside, requests would wait.
+        in_graph = trees.expected_requests is not None
+        paged_attention(call, self.trees_by if in_graph else "auto")
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """False: tree attention overwrites rows before they are quantized."""
@@ -337,7 +341,7 @@ class GPUTreeAttention(TreeAttention):
         Parameters
         ----------
         layers
-            Those whose trees are computed from now on by `implementation`.
+            Those whose trees are computed in graphs, from now on, by `implementation`.
 
         Raises
         ------
@@ -356,12 +360,13 @@ class GPUTreeAttention(TreeAttention):
             impl.trees_by = implementation
             query = torch.zeros(1, impl.num_heads, impl.head_size, dtype=dtype, device=device)
             block_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+            inputs = layer, query, layer.kv_cache, query.clone(), block_table
             for batch in empty_batches(
                 impl.num_heads, impl.num_kv_heads, impl.head_size, dtype, device
             ):
+                impl.attend_trees(*inputs, batch)
+            if implementation == "xformers":
                 try:
-                    impl.attend_trees(
-                        layer, query, layer.kv_cache, query.clone(), block_table, batch
-                    )
+                    impl.attend_trees(*inputs, replace(batch, expected_requests=1))
                 except ValueError as reason:
                     raise OptionError(_NOT_BY_XFORMERS.format(reason)) from None

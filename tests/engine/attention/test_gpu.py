@@ -28,6 +28,7 @@ from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify import latent as latent_attention
 from lookahead_vllm.verify.attention import PagedCall, paged_attention
 from lookahead_vllm.verify.latent import LatentCall
+from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
 from lookahead_vllm.verify.layout.paged_batch import PagedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from tests.support.attention_cases import PagedAttentionCase, random_tree
@@ -141,6 +142,20 @@ def layer_of(case: PagedAttentionCase) -> Any:
     impl = Impl(case)
     impl.num_heads, impl.num_kv_heads = case.heads, case.kv_heads
     return SimpleNamespace(impl=impl, kv_cache=case.paged_cache.transpose(1, 2))
+
+
+def test_xformers_computes_trees_in_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of them, it would be compiled for each shape of a batch, while requests wait."""
+    case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
+    layer, used = layer_of(case), []
+    monkeypatch.setattr(gpu_attention, "paged_attention", lambda call, impl: used.append(impl))
+    ON_GPU.warm_up([layer], case.dtype, "xformers")
+    assert used == [*["auto"] * 4, "xformers"]
+    fixed = FixedBatch(16, 1, 16, 100, "cpu").batch
+    for trees, impl in ((case.paged_batch, "auto"), (fixed, "xformers")):
+        metadata = SimpleNamespace(trees=trees, is_of_contexts=False, block_table=None)
+        layer.impl.forward(layer, case.query, None, None, layer.kv_cache, metadata, case.output)
+        assert used[-1] == impl
 
 
 def test_what_xformers_cannot_compute_stops_the_start() -> None:
