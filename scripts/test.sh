@@ -20,7 +20,7 @@ parallel=(-n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder
 quick=(
     tests/options tests/draft tests/verify tests/simulation tests/cli tests/benchmarks
     tests/engine/test_compatibility.py
-    tests/engine/step/test_draft_step.py
+    tests/engine/step/test_placed_trees.py
     tests/test_imports.py --ignore=tests/verify/test_triton_compiles.py
     -m "not slow and not model"
 )

@@ -205,6 +205,23 @@ def test_paths_in_the_text_exist() -> None:
             assert any((folder / path).is_file() for folder in folders), f"{page.name}: {path}"
 
 
+def test_files_that_the_code_names_exist() -> None:
+    """By their names, or by paths relative to the repository, the package or their own folder."""
+    package = ROOT / "lookahead_vllm"
+    names = {
+        path.name
+        for folder in (package, ROOT / "scripts", ROOT / "tests")
+        for path in folder.rglob("*.*")
+    }
+    for source in [*package.rglob("*.py"), ROOT / "scripts" / "test.sh"]:
+        text = source.read_text()
+        for path in re.findall(r"`((?:\w+/)*\w+\.(?:py|sh|cpp|md))`|(tests/[\w/]+\.py)", text):
+            name = path[0] or path[1]
+            folders = [ROOT, package, package / "engine", source.parent]
+            found = any((folder / name).is_file() for folder in folders)
+            assert found or ("/" not in name and name in names), f"{source}: {name}"
+
+
 def rows(page: Path) -> dict[str, str]:
     """Of every table row `name` | default | ...: the name, and the default without backticks."""
     found = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page.read_text(), re.M)

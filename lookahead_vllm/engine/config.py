@@ -7,9 +7,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lookahead_vllm.engine import cpu_runner
+from lookahead_vllm.engine import cpu_config
+from lookahead_vllm.engine.engine_args import FLAGS
 from lookahead_vllm.engine.refusals import SPECULATION, WORKERS, refusals
-from lookahead_vllm.engine.requested import FLAGS
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.server import (
     AUTO_RECURRENT_LENGTH,
@@ -56,7 +56,7 @@ def make_config(
         fields.clear()
         fields.update(given | dict.fromkeys(about_drafts) | {about_drafts[0]: speculative})
         try:
-            return cpu_runner.make(create)
+            return cpu_config.make(create)
         finally:
             fields.update({name: given[name] for name in about_drafts})
 

@@ -166,12 +166,12 @@ def _offer_method(parser: argparse.ArgumentParser) -> None:
     read, known = flag.type, list(flag.choices)
 
     def method(text: str) -> Any:
-        from lookahead_vllm.engine import requested
+        from lookahead_vllm.engine import engine_args
 
         if text == "lookahead":
             return text
-        if text not in known and requested.is_misspelled(text):
-            raise argparse.ArgumentTypeError(requested.MISSPELLED.format(text))
+        if text not in known and engine_args.is_misspelled(text):
+            raise argparse.ArgumentTypeError(engine_args.MISSPELLED.format(text))
         return read(text) if callable(read) else text
 
     flag.type, flag.choices = method, [*known, "lookahead"]
@@ -185,18 +185,18 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from lookahead_vllm.engine import requested
+        from lookahead_vllm.engine import engine_args
 
         create = functools.partial(original, self, *args, **kwargs)
-        if not requested.requests_lookahead(self):
+        if not engine_args.requests_lookahead(self):
             try:
                 return _plain_config(create)
             except Exception as error:
-                if (name := requested.misspelled_name(self)) is None:
+                if (name := engine_args.misspelled_name(self)) is None:
                     raise
                 from lookahead_vllm.options.allowed import OptionError
 
-                raise OptionError(requested.MISSPELLED.format(name)) from error
+                raise OptionError(engine_args.MISSPELLED.format(name)) from error
         from lookahead_vllm.engine import compatibility
 
         compatibility.check()
@@ -206,7 +206,7 @@ def _with_lookahead(original: Callable[..., Any]) -> Callable[..., Any]:
         from lookahead_vllm.engine import config
         from lookahead_vllm.engine.front_end import requests
 
-        options = requested.requested_options(self)
+        options = engine_args.requested_options(self)
         kernel_folder.share_cache_dir()
         compilation.begin(options, current_platform.is_cpu())
         vllm_config = config.make_config(self, options, create)
@@ -220,6 +220,6 @@ def _plain_config(create: Callable[[], Any]) -> Any:
     """Plain vLLM's config; on Model Runner V2, if a variable says so on a CPU."""
     if PLAIN_V2 not in os.environ:
         return create()
-    from lookahead_vllm.engine import cpu_runner
+    from lookahead_vllm.engine import cpu_config
 
-    return cpu_runner.make_plain(create)
+    return cpu_config.make_plain(create)

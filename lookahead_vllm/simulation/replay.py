@@ -169,7 +169,7 @@ class Replay:
             self._read_prompts(live)
             self._step([one for one in live if one.done])
             if self._pace.step_seconds is not None:
-                self._proposer.wait(WAIT_SHARE * self._pace.step_seconds)
+                self._proposer.work_for(WAIT_SHARE * self._pace.step_seconds)
                 self._clock.now = begin + self._pace.step_seconds
             self._read([one for one in live if not one.unread])
             for at, one in reversed([*enumerate(live)]):

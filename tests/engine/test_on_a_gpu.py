@@ -157,7 +157,7 @@ def test_steps_without_slots_are_placed_early_too(
         launched = launched_steps(llm, monkeypatch)
         for params, expected in zip((PARAMS, DRAWN), in_float32, strict=True):
             assert generate_staggered(llm, PROMPTS, params) == expected
-        without = [step for step in launched if step.is_late and not step.has_slots]
+        without = [step for step in launched if step.is_prepared_early and not step.has_slots]
         assert sum(step.has_tail for step in without) > 20
         assert sum(step.repeats for step in without) > 20
 

@@ -14,7 +14,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from lookahead_vllm.engine import compatibility, plugin, requested
+from lookahead_vllm.engine import compatibility, engine_args, plugin
 from lookahead_vllm.options.allowed import OptionError
 
 HOME = "vllm.engine.arg_utils"
@@ -153,7 +153,7 @@ def test_a_near_miss_is_told_once_vllm_has_refused_it(
 def test_no_method_of_vllm_is_a_near_miss() -> None:
     (flag,) = [a for a in real_parser()._actions if "--spec-method" in a.option_strings]
     others = [name for name in flag.choices if name not in (None, "lookahead")]
-    assert len(others) > 30 and not any(map(requested.is_misspelled, others))
+    assert len(others) > 30 and not any(map(engine_args.is_misspelled, others))
 
 
 def real_parser() -> Any:
@@ -253,7 +253,7 @@ def test_registering_loads_few_modules() -> None:
     ours = {name for name in registering if name.startswith("lookahead_vllm.engine")}
     assert ours == {f"lookahead_vllm.engine{name}" for name in ("", ".patches", ".plugin")}
     ours = {name for name in making if name.startswith("lookahead_vllm.engine")}
-    assert ours == {"lookahead_vllm.engine.requested"}
+    assert ours == {"lookahead_vllm.engine.engine_args"}
     known = {"lookahead_vllm", *sys.stdlib_module_names}
     others = [n for n in (*registering, *making) if n.partition(".")[0] not in known]
     assert set(others) <= {"vllm.engine"}  # an empty package

@@ -18,7 +18,7 @@ from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from tests.fuzz.isolation import LeakDetector, request_index
 
 OnStep = Callable[[Any, Sequence[str]], None]
-"""Called with the `DraftStep` of a step and the ids of the requests of its batch."""
+"""Called with the `PlacedTrees` of a step and the ids of the requests of its batch."""
 
 
 @contextmanager

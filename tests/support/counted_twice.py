@@ -15,8 +15,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import ConstantList, Request
 
-from lookahead_vllm.engine.scheduler.continued import ContinuedRequests
-from lookahead_vllm.engine.scheduler.decodes import DecodeSteps
+from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
+from lookahead_vllm.engine.scheduler.decode_steps import DecodeSteps
 from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
 
 _LISTS = ("_output_token_ids", "_all_token_ids", "block_hashes", "events", "spec_token_ids")

@@ -101,7 +101,7 @@ class Outbox:
 
 
 class Replica:
-    """A proposer's place in a fleet; see `Fleet` in `proposers/ngram_trie.py`.
+    """A proposer's place in a fleet; see `Fleet` in `draft/proposers/ngram_trie.py`.
 
     The thread that runs steps calls `follow` and `send`. Another one calls the rest. From the
     start, the default namespace is followed, and those that the proposer's snapshot followed.

@@ -138,8 +138,8 @@ class NGramTrieProposer(Proposer):
     ) -> None:
         """See Proposer. The whole prompt is indexed; an end of sequence in it is a token.
 
-        Long texts are inserted in parts, by the next calls of `learn` and `wait`, so that no step
-        waits. What an earlier turn of the conversation has inserted is taken over.
+        Long texts are inserted in parts, by the next calls of `learn` and `work_for`, so that no
+        step waits. What an earlier turn of the conversation has inserted is taken over.
         """
         self.finish(request_id)
         tokens = np.array(prompt, np.int32)  # copies: the caller may reuse its memory
@@ -248,7 +248,7 @@ class NGramTrieProposer(Proposer):
         self.pays = forest.num_nodes > 0 and is_worth_waiting(self.cost, speedup)
         return forest
 
-    def wait(self, seconds: float) -> None:
+    def work_for(self, seconds: float) -> None:
         """See Proposer. Inserts texts."""
         self.insertion.work_for(seconds)
 

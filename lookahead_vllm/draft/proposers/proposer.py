@@ -138,7 +138,7 @@ class Proposer(ABC):
         By now, the accepted nodes are marked in what the plan had `verified`.
         """
 
-    def wait(self, seconds: float) -> None:  # noqa: B027
+    def work_for(self, seconds: float) -> None:  # noqa: B027
         """Work for at most so long, while the device computes and the next tokens are awaited."""
 
     def proposed_after(self, texts: Int64s) -> Int32s:

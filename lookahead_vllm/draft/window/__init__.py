@@ -1,1 +1,1 @@
-"""The lookahead branch: a window refined by Jacobi iteration, and the comb that adds it to a tree."""
+"""The lookahead branch: a window refined by Jacobi iteration, and its comb in a tree."""

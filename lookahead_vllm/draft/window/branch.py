@@ -26,8 +26,8 @@ MEMORY_COMBS = 100
 RETRY_STEPS = 2000
 """Time constant, in steps without combs, with which worth returns to PRIOR_TOKENS."""
 SKIP_AFTER_STEPS = 16
-"""After this many steps with drafts, a step whose trees are empty sends no combs, to refresh the cost
-of a step without drafts."""
+"""After this many steps with drafts, a step whose trees are empty sends no combs, to refresh the
+cost of a step without drafts."""
 NO_WINDOW = -1
 """Replaces the row of a request that sends no comb."""
 

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from lookahead_vllm import compilation
 from lookahead_vllm.engine.attention import latent as latent_attention
-from lookahead_vllm.engine.attention.attended import AttendedTrees, without_contexts
+from lookahead_vllm.engine.attention.attended_trees import AttendedTrees, without_contexts
 from lookahead_vllm.engine.attention.tree_attention import TreeAttention, dtype_obstacle
 from lookahead_vllm.verify import native
 from lookahead_vllm.verify.attention.cpu import TreeCall, supported, tree_attention

@@ -34,7 +34,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from lookahead_vllm.engine.attention import latent as latent_attention
-from lookahead_vllm.engine.attention.attended import (
+from lookahead_vllm.engine.attention.attended_trees import (
     AttendedTrees,
     GraphBuffers,
     contexts_only,

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.attention.attended import AttendedTrees, without_contexts
+from lookahead_vllm.engine.attention.attended_trees import AttendedTrees, without_contexts
 from lookahead_vllm.engine.attention.tree_attention import dtype_obstacle
 from lookahead_vllm.verify.latent import LatentCall, latent_attention
 from lookahead_vllm.verify.latent.decode_rows import DecodeRows, decode_rows

@@ -61,12 +61,12 @@ class LateDrafts:
 
     Attributes
     ----------
-    may_be_silent : bool
+    may_skip_wait : bool
         Whether a trained drafter's chains may be verified before the host knows their tokens, and
         where they are.
     """
 
-    may_be_silent = False
+    may_skip_wait = False
 
     def __init__(self, drafter: LookaheadDrafter, grammars: GrammarCopies) -> None:
         self._drafter = drafter
@@ -109,7 +109,7 @@ class LateDrafts:
     def add_step(self, step: Step) -> None:
         """Note a step that was launched. `verified` is filled in once its tokens are known."""
         requests, step.launched = self._requests, time.perf_counter()
-        if step.is_late and step.plan is not None:
+        if step.is_prepared_early and step.plan is not None:
             step.requests = step.plan.wanted.rows.copy()  # all decode, in the order of the batch
         else:
             req_ids = step.output.model_runner_output.req_ids
@@ -153,13 +153,13 @@ class LateDrafts:
     def _work(self, seconds: float) -> None:
         """While the device computes, insert texts for at most so long."""
         with self._drafter.surviving("insert texts"):
-            self._drafter.proposer.wait(seconds)
+            self._drafter.proposer.work_for(seconds)
 
     def _end(self, step: Step) -> None:
         """The tokens of the first step were counted."""
         self._steps.popleft()
         if self._steps:
-            self._steps[0].know(step)
+            self._steps[0].fill_in_chains(step)
         if step.whole_trees.forest.num_nodes or self._chains is not None:
             self._uncounted.append(step)
 
@@ -352,7 +352,7 @@ class LateDrafts:
     def _chains_alone(self, plan: Plan, most: int) -> Drafts | None:
         """See `ChainDrafts.alone`; learns from all steps but the last one."""
         proposer, rows = self._drafter.proposer, plan.wanted.rows
-        if self._chains is None or not self.may_be_silent or not self._steps or self._grammars:
+        if self._chains is None or not self.may_skip_wait or not self._steps or self._grammars:
             return None
         arrays = self._requests.progress.arrays
         if (arrays.texts[rows] == NO_TEXT).any() or arrays.num_repeated[rows].any():

@@ -52,7 +52,7 @@ class LiveRequest:
     """None for a pooling request."""
     options: RequestOptions | None
     """None once it was passed to the proposer, because references are long."""
-    has_draft: bool = False
+    is_known: bool = False
     """Whether the proposer knows it."""
 
     @property
@@ -133,7 +133,7 @@ class LiveRequests:
         if params is None or params.max_tokens == 1 or options is None or not options.enabled:
             return
         assert prompt is not None
-        request.has_draft = True
+        request.is_known = True
         with drafter.surviving("begin with a request"):
             texts = options.references, options.proposer, options.spellings
             drafter.proposer.start(req_id, prompt, options.namespace, *texts)  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ class LiveRequests:
         request = self._requests.pop(req_id, None)
         if request is not None:
             self.progress.pop(req_id)
-            if request.has_draft:
+            if request.is_known:
                 with self._drafter.surviving("end a request"):
                     self._drafter.proposer.finish(req_id)
         return request

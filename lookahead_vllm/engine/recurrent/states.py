@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import config, patches
-from lookahead_vllm.engine.step.draft_step import DraftStep
+from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.recurrence.cpu import supported
@@ -153,7 +153,7 @@ def _with_nodes(original: Callable[..., None]) -> Callable[..., None]:
 # ---- the step ------------------------------------------------------------------------------------
 
 
-def row_parents(step: DraftStep, starts: Int32s) -> Int32s:
+def row_parents(step: PlacedTrees, starts: Int32s) -> Int32s:
     """The place of each token's parent among the tokens of its request.
 
     Parameters

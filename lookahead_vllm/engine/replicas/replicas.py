@@ -18,7 +18,7 @@ from lookahead_vllm.draft.parts import ForestParts
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine import config
 from lookahead_vllm.engine.grammar.tree_walk import joined_masks, split_masks
-from lookahead_vllm.engine.step.draft_step import root_rows
+from lookahead_vllm.engine.step.placed_trees import root_rows
 from lookahead_vllm.verify.choices import Choices, top_choices
 
 if TYPE_CHECKING:

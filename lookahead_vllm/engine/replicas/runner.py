@@ -96,9 +96,9 @@ class ReplicaRunner(LookaheadRunner):
         super().finish_requests(scheduler_output)
         self._verified_whole -= scheduler_output.finished_req_ids
 
-    def _take(self, step: Step, drafts: Drafts) -> None:
+    def _keep_drafts(self, step: Step, drafts: Drafts) -> None:
         whole = get_world_group().broadcast_object(drafts, src=0)
-        super()._take(step, whole)
+        super()._keep_drafts(step, whole)
         is_whole = [
             not self.drafter.may_branch or req_id in self._verified_whole
             for req_id in whole.req_ids

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.attention.attended import AttendedTrees
+from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.cost.timed_passes import CapturedTokens
 
 logger = init_logger(f"vllm.{__name__}")

@@ -14,8 +14,8 @@ from lookahead_vllm.engine.cost.timed_passes import CapturedTokens
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.recurrent import states as recurrent
 from lookahead_vllm.engine.runner.warm_up import WarmUpDrafts
-from lookahead_vllm.engine.step.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.step.late_shape import LateShape
+from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 from lookahead_vllm.engine.step.sampler import max_chunk_rows
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ class DummyRuns(_Base):
     """The drafts of dummy runs."""
     _shape: LateShape
 
-    def _attend(self, step: DraftStep) -> None:
+    def _attend(self, step: PlacedTrees) -> None:
         raise NotImplementedError
 
     def schedule_dummy_trees(self, trees: Sequence[DraftTree], context: int = 0) -> None:
         """Give the next dummy runs one request for each tree, with `context` committed tokens."""
-        self._dummy_step = DraftStep.of_dummies(trees, context)
+        self._dummy_step = PlacedTrees.of_dummies(trees, context)
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         self._attend(self._dummy_step)

@@ -22,12 +22,12 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.attention.attended import GraphBuffers
+from lookahead_vllm.engine.attention.attended_trees import GraphBuffers
 from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.cost.timed_passes import CapturedTokens
 from lookahead_vllm.engine.runner.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
-from lookahead_vllm.engine.step.draft_step import NO_DRAFTS, DraftStep
+from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 from lookahead_vllm.engine.step.sampler import RootSampler
 from lookahead_vllm.engine.step.step import State, Step
 from lookahead_vllm.engine.step.tail import Draws, Sampled, run_tail
@@ -166,21 +166,21 @@ class GraphRunner(LookaheadRunner):
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         found = super().gather_batch_req_state(scheduler_output, dummy_run)
         forest = (self._dummy_step if dummy_run else self.step.drafts).forest
-        is_late = not dummy_run and self.step.is_late and self.step.has_slots
-        may_branch = is_late and self.drafter.may_branch
+        is_prepared_early = not dummy_run and self.step.is_prepared_early and self.step.has_slots
+        may_branch = is_prepared_early and self.drafter.may_branch
         self.attended.may_branch = may_branch or bool(forest.branching.any())
         return found
 
-    def most_late_nodes(self, num_reqs: int, slots: int) -> int:
+    def most_early_nodes(self, num_reqs: int, slots: int) -> int:
         manager = self.cudagraph_manager
         if manager is None:
-            return super().most_late_nodes(num_reqs, slots)
+            return super().most_early_nodes(num_reqs, slots)
         most = manager.most_draft_tokens() - num_reqs
         # A fixed budget says how many nodes to send, in a graph or not.
         if most >= slots or (most > 0 and self.drafter.options.budget == "auto"):
             return most
         is_eager = manager.cudagraph_mode.mixed_mode() == CUDAGraphMode.NONE
-        return super().most_late_nodes(num_reqs, slots) if is_eager else 0
+        return super().most_early_nodes(num_reqs, slots) if is_eager else 0
 
     def places_roots(self, num_reqs: int) -> bool:
         manager = self.cudagraph_manager
@@ -298,7 +298,7 @@ class GraphRunner(LookaheadRunner):
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
-        self._choose_buffers(None if self.step.is_late else input_batch)
+        self._choose_buffers(None if self.step.is_prepared_early else input_batch)
         return super().prepare_attn(input_batch)
 
     def prepare_dummy_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
@@ -353,7 +353,7 @@ class GraphRunner(LookaheadRunner):
         self.attended.graph = graph
         self._starts = NO_STARTS if batch is None else batch.query_start_loc_np
 
-    def _attend(self, step: DraftStep) -> None:
+    def _attend(self, step: PlacedTrees) -> None:
         super()._attend(step)
         attended = self.attended
         if attended.graph is not None:

@@ -13,7 +13,7 @@ from lookahead_vllm.verify.transfer import to_device
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from lookahead_vllm.engine.attention.attended import AttendedTrees
+    from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 
 Prepare = Callable[..., dict[str, Any]]
 

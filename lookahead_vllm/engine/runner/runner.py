@@ -23,7 +23,7 @@ from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import messages, patches, step_report
 from lookahead_vllm.engine.attention import branching
-from lookahead_vllm.engine.attention.attended import AttendedTrees
+from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.attention.tree_attention import TreeAttention
 from lookahead_vllm.engine.config import options_of
@@ -42,9 +42,9 @@ from lookahead_vllm.engine.runner.forward_passes import RunnerPasses
 from lookahead_vllm.engine.runner.speculator import LateSpeculator, without_dense_texts
 from lookahead_vllm.engine.runner.stages import ComputedTrees
 from lookahead_vllm.engine.runner.trained_drafter import TrainedDrafter, make_speculator
-from lookahead_vllm.engine.step.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.step.drafts import NO_TREES, Drafts
 from lookahead_vllm.engine.step.late_shape import LateMetadata, LateShape
+from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 from lookahead_vllm.engine.step.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.step.slots import filled, write_lengths, write_tokens
 from lookahead_vllm.engine.step.step import State, Step
@@ -167,7 +167,7 @@ class LookaheadRunner(DummyRuns):
             self.vllm_config, groups, cache_groups, self.attention, without
         )
         self.drafter.use(self._branching)
-        self._late.may_be_silent = not self._branching.of_chains
+        self._late.may_skip_wait = not self._branching.of_chains
         if self.model_config.is_hybrid:
             layers = self.compilation_config.static_forward_context
             recurrent.start(groups, layers, self.device, self.num_speculative_steps)
@@ -235,14 +235,14 @@ class LookaheadRunner(DummyRuns):
             return step
         if self._shape.can_prepare(scheduled):
             num_reqs, slots = len(scheduled.num_scheduled_tokens), step.num_slots
-            most = min(self.most_late_nodes(num_reqs, slots), slots)
+            most = min(self.most_early_nodes(num_reqs, slots), slots)
             if most or (not slots and self.places_roots(num_reqs)):
                 step.prepare_early(most)
                 return step
         step.shaped = self._fill_slots(step)
         return step
 
-    def most_late_nodes(self, num_reqs: int, slots: int) -> int:
+    def most_early_nodes(self, num_reqs: int, slots: int) -> int:
         """How many nodes a step that only decodes may get after vLLM has prepared it.
 
         0 if vLLM would run such a step in pieces.
@@ -281,7 +281,7 @@ class LookaheadRunner(DummyRuns):
         if step.has_slots:
             stages = get_pp_group()
             drafts = self._grow(step) if stages.is_last_rank else None
-            self._take(step, stages.broadcast_object(drafts, src=stages.world_size - 1))
+            self._keep_drafts(step, stages.broadcast_object(drafts, src=stages.world_size - 1))
 
     def update_pp_decode_requests(self) -> None:
         """On the stages before the last one: also move the KV of what has been accepted, and the
@@ -298,7 +298,7 @@ class LookaheadRunner(DummyRuns):
 
     def _draft(self, step: Step) -> None:
         """Wait for the tokens of the step before, and draft."""
-        self._take(step, self._grow(step))
+        self._keep_drafts(step, self._grow(step))
 
     def _grow(self, step: Step) -> Drafts:
         """The drafts of a step, the same on every rank."""
@@ -311,8 +311,8 @@ class LookaheadRunner(DummyRuns):
             drafts = group.broadcast_object(drafts, src=0)
         return drafts
 
-    def _take(self, step: Step, drafts: Drafts) -> None:
-        """These are the drafts of a step."""
+    def _keep_drafts(self, step: Step, drafts: Drafts) -> None:
+        """Keep the drafts of a step; a replica keeps its part."""
         step.drafts = step.whole = drafts
 
     def _chains_only(self, scheduled: SchedulerOutput) -> set[str]:
@@ -354,7 +354,7 @@ class LookaheadRunner(DummyRuns):
         elif step.has_new_blocks:  # the slots follow when the rows are placed
             with patches.swapped(self.block_tables, "compute_slot_mappings", _no_slots):
                 step.tables, _ = super().prepare_attn(input_batch)
-        if step.is_late:
+        if step.is_prepared_early:
             self._attend(NO_DRAFTS)
         else:
             if step.whole.forest.num_nodes:
@@ -363,7 +363,7 @@ class LookaheadRunner(DummyRuns):
             step.elapsed = self._clock.tick()
         return step.tables, step.slots
 
-    def _attend(self, trees: DraftStep) -> None:
+    def _attend(self, trees: PlacedTrees) -> None:
         """Give attention the trees of the next forward pass, of a step or a dummy run."""
         self.attended.step = trees
         self.attended.trees = trees.trees(self._branching.of_chains)
@@ -378,7 +378,7 @@ class LookaheadRunner(DummyRuns):
     def _lay_out(self, step: Step) -> None:
         """Find the drafts' rows of the batch, and of its logits."""
         batch = step.batch
-        if step.is_late:
+        if step.is_prepared_early:
             trees = self._shape.trees(step)
             step.layout = self._shape.layout(trees.forest)
         else:
@@ -465,7 +465,7 @@ class LookaheadRunner(DummyRuns):
             return
         if not step.whole.waited:  # the host does not know the texts before these nodes
             return
-        starts = self._shape.split.starts if step.is_late else batch.cu_num_logits_np
+        starts = self._shape.split.starts if step.is_prepared_early else batch.cu_num_logits_np
         sizes = np.diff(starts) - 1
         step.verified = step.trees.collect_choices(
             logits,
@@ -478,7 +478,7 @@ class LookaheadRunner(DummyRuns):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         step = self.step
-        if step.is_late and not step.has_tail and self.execute_model_state is not None:
+        if step.is_prepared_early and not step.has_tail and self.execute_model_state is not None:
             self._settle(step)
             self.execute_model_state = self.execute_model_state._replace(input_batch=step.batch)
         # Without steps, vLLM does not overwrite its drafts by -1, which later graphs would embed as
@@ -550,7 +550,7 @@ class LookaheadRunner(DummyRuns):
             waited = step.has_slots and step.whole.waited
             self.drafter.observe_step(work._replace(waits=waited), step.elapsed)
         num_tokens = batch.num_reqs + step.trees.forest.num_nodes
-        if step.is_late or (not batch.has_prefill and batch.num_tokens == num_tokens):
+        if step.is_prepared_early or (not batch.has_prefill and batch.num_tokens == num_tokens):
             trees, contexts = step.trees, self._late.contexts(step)
             step.work = StepWork.of_decodes(trees.forest, trees.contexts, contexts)
 

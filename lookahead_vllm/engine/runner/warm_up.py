@@ -24,7 +24,7 @@ class WarmUpDrafts:
         The most nodes of a step.
     """
 
-    drafted_for, may_be_silent = (), False
+    drafted_for, may_skip_wait = (), False
     """See `LateDrafts`."""
 
     def __init__(self, may_branch: bool, max_nodes: int) -> None:

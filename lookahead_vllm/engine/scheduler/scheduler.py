@@ -20,8 +20,8 @@ from lookahead_vllm.engine.grammar.tree_walk import (
     joined_masks,
     numbers_of_masks,
 )
-from lookahead_vllm.engine.scheduler.continued import ContinuedRequests
-from lookahead_vllm.engine.scheduler.decodes import DecodeSteps
+from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
+from lookahead_vllm.engine.scheduler.decode_steps import DecodeSteps
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
 from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs

@@ -12,7 +12,7 @@ from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import NOTHING_WANTED, WantedDrafts
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.engine.step.draft_step import DraftStep
+from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 
 
 class Plan(NamedTuple):
@@ -58,15 +58,15 @@ class Drafts(NamedTuple):
         fields = np.concatenate((forest.firsts, self.num_tokens, changed, *nodes)).astype(np.int32)
         return _received, (list(self.req_ids), fields.tobytes(), self.pays, self.whole_chain)
 
-    def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> DraftStep:
+    def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> PlacedTrees:
         """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32
         [r] rows."""
         forest, from_proposer, rows, contexts = self._with_nodes(self.rows_in(req_ids))
         computed = np.zeros(len(req_ids), np.int32)
         computed[rows] = contexts
-        return DraftStep.of_scheduled(forest, from_proposer, rows, num_tokens, computed)
+        return PlacedTrees.of_scheduled(forest, from_proposer, rows, num_tokens, computed)
 
-    def placed(self, rows: Int64s, starts: Int32s) -> DraftStep:
+    def placed(self, rows: Int64s, starts: Int32s) -> PlacedTrees:
         """The trees with nodes in a batch of requests that decode.
 
         Parameters
@@ -78,7 +78,7 @@ class Drafts(NamedTuple):
         """
         forest, from_proposer, rows, contexts = self._with_nodes(rows)
         before_roots = np.zeros(len(rows), np.int64)
-        return DraftStep(
+        return PlacedTrees(
             forest, rows, starts[rows].astype(np.int64), contexts, from_proposer, before_roots
         )
 

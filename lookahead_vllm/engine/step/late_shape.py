@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.config import options_of
-from lookahead_vllm.engine.step.draft_step import DraftStep
+from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 from lookahead_vllm.engine.step.step import State, Step
 from lookahead_vllm.verify.layout.node_layout import NodeLayout, width_of
 from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows
@@ -193,7 +193,7 @@ class LateShape:
         count = self.split.num_rows
         return {"input_ids": self._rows.ids[:count], "positions": self._rows.positions[:count]}
 
-    def trees(self, step: Step) -> DraftStep:
+    def trees(self, step: Step) -> PlacedTrees:
         """The trees of the step, in its rows."""
         return step.drafts.placed(step.rows, self.split.starts)
 

@@ -16,8 +16,8 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import GONE, NO_CHAINS, PROPOSED, EmittedTokens
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.verified import Verified
-from lookahead_vllm.engine.step.draft_step import NO_DRAFTS, DraftStep
 from lookahead_vllm.engine.step.drafts import NO_TREES, Drafts, Plan
+from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 from lookahead_vllm.verify.acceptance import paths_of_tokens
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.walk import Walk
@@ -117,9 +117,9 @@ class Step:
     """Seconds from the launch of the step before to that of this one; None if unknown."""
 
     # settle
-    trees: DraftStep = NO_DRAFTS
+    trees: PlacedTrees = NO_DRAFTS
     """`drafts` in the order of the batch."""
-    whole_trees: DraftStep = NO_DRAFTS
+    whole_trees: PlacedTrees = NO_DRAFTS
     """`whole` in the order of the batch."""
     layout: NodeLayout | None = None
     """Their rows of logits, on the device; None in a step without drafts."""
@@ -162,7 +162,7 @@ class Step:
         return scheduled.total_num_scheduled_tokens - len(scheduled.num_scheduled_tokens)
 
     @property
-    def is_late(self) -> bool:
+    def is_prepared_early(self) -> bool:
         """Whether vLLM has prepared it, or will, before its drafts are known."""
         return self.state is not State.WAITS
 
@@ -225,7 +225,7 @@ class Step:
         counts = self.output.num_sampled_tokens_np[rows]
         return paths_of_tokens(self.whole_trees.forest, tokens, counts)
 
-    def know(self, before: Step) -> None:
+    def fill_in_chains(self, before: Step) -> None:
         """Fill in the tokens of a step that was launched with the chains of the one `before`."""
         forest, chains = self.whole_trees.forest, before.chains
         if chains is None or not forest.num_nodes or forest.tokens[0] != UNKNOWN:

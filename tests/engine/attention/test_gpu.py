@@ -22,7 +22,7 @@ from lookahead_vllm.engine.attention import branching
 from lookahead_vllm.engine.attention import cpu as cpu_attention
 from lookahead_vllm.engine.attention import gpu as gpu_attention
 from lookahead_vllm.engine.attention import latent as worker_latent_attention
-from lookahead_vllm.engine.attention.attended import AttendedTrees
+from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.attention.branching import branching_obstacle
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify import latent as latent_attention

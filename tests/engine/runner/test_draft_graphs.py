@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu import dp_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from lookahead_vllm.engine.attention import branching
-from lookahead_vllm.engine.attention.attended import AttendedTrees
+from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.runner import graph_runner, runner
 from lookahead_vllm.engine.runner.draft_graphs import DraftGraphManager, sizes_with_drafts

@@ -24,11 +24,11 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.attention import gpu as gpu_attention
-from lookahead_vllm.engine.attention.attended import AttendedTrees
+from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.runner.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.runner.graph_runner import GraphRunner
-from lookahead_vllm.engine.step.draft_step import DraftStep
+from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 from lookahead_vllm.verify.attention import PagedCall, paged_attention
 from tests.support import recorded_graphs
 from tests.support.attention_cases import random_tree
@@ -260,7 +260,7 @@ class Step:
         self.texts = [rng.integers(0, VOCAB, context + 1) for context in self.contexts]
         drafted = [row for row, tree in enumerate(drafts) if len(tree)]
         forest = DraftForest.of([drafts[row] for row in drafted])
-        self.step = DraftStep.of_scheduled(
+        self.step = PlacedTrees.of_scheduled(
             forest,
             np.ones(len(drafted), bool),
             np.array(drafted, np.int64),
@@ -439,7 +439,7 @@ def test_graphs_without_drafts_have_no_trees(engine: Engine) -> None:
     step = Step(engine, 3, most=TOKENS)
     step.drafts = [DraftTree.chain([])] * len(step.drafts)
     step.lengths = np.ones_like(step.lengths)
-    step.step = DraftStep.of_dummies([], 0)
+    step.step = PlacedTrees.of_dummies([], 0)
     count = len(step.drafts)
     desc = engine.manager.dispatch(count, count, 1, 0, max_query_len=LONGEST)
     metadata, rows = step.run(desc)

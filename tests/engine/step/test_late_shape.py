@@ -60,8 +60,8 @@ class Steps:
 
         def begins(scheduled: Any) -> Any:
             step = begin(scheduled)
-            self.early += step.is_late
-            self.waiting += step.has_slots and not step.is_late
+            self.early += step.is_prepared_early
+            self.waiting += step.has_slots and not step.is_prepared_early
             return step
 
         def shares_out(step: Any) -> Any:
@@ -192,12 +192,12 @@ def test_steps_without_slots_are_one_launch_after_the_model_too(
         monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
         for _ in range(3):
             assert answers_of(llm) == plain
-        without = [step for step in launched if step.is_late and not step.has_slots]
+        without = [step for step in launched if step.is_prepared_early and not step.has_slots]
         assert sum(step.has_tail for step in without) > 50
         assert sum(step.repeats for step in without) > 50
         assert sum(not step.has_tail for step in without) > 10  # some requests need more
         assert any(step.has_slots for step in launched)
-        assert all(not step.is_late or step.graph for step in launched)
+        assert all(not step.is_prepared_early or step.graph for step in launched)
         # A tail may have more rows than the model's graph.
         tails = [(step.graph, runner.cudagraph_manager.tail_of(step.graph)) for step in without]
         assert any(tail.num_tokens > graph.num_tokens for graph, tail in tails)

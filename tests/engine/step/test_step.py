@@ -37,7 +37,7 @@ def test_the_page_of_a_step_lists_its_fields_in_order() -> None:
 
 def test_vllm_prepares_no_more_slots_than_there_may_be_nodes() -> None:
     step = Step(scheduled({"a": 4, "b": 0, "c": 3}))
-    assert step.has_slots and step.num_slots == 7 and not step.is_late
+    assert step.has_slots and step.num_slots == 7 and not step.is_prepared_early
     step.prepare_early(5)
     assert step.state is State.PREPARED
     assert step.shaped.num_scheduled_tokens == {"a": 5, "b": 1, "c": 2}
@@ -55,7 +55,7 @@ def test_a_step_of_the_same_batch_takes_over_what_was_prepared(
     last, step = Step(scheduled({"a": 4, "b": 2})), Step(scheduled(slots))
     last.prepare_early(5)
     last.found = last.prepared = object()
-    assert step.repeat(last) is step.repeats is step.is_late is repeats
+    assert step.repeat(last) is step.repeats is step.is_prepared_early is repeats
     if repeats:
         assert (step.found, step.most_nodes) == (last.found, 5) and step.may_repeat
     last.may_repeat = False

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBuffers
 from vllm.v1.worker.gpu.states import RequestState
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.attention.attended import AttendedTrees
+from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.cpu_kernels import table
 from lookahead_vllm.engine.runner import graph_runner

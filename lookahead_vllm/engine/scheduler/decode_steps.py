@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from lookahead_vllm.engine.scheduler.continued import ContinuedRequests
+from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ def root_rows(num_nodes: Int64s) -> Int64s:
 
 
 @dataclass(eq=False)
-class DraftStep:
+class PlacedTrees:
     """The draft trees that one step verifies, in the order of the batch.
 
     Attributes
@@ -60,7 +60,7 @@ class DraftStep:
         rows: Int64s,
         num_scheduled_tokens: NDArray[np.int32],
         num_computed_tokens: NDArray[np.int32],
-    ) -> DraftStep:
+    ) -> PlacedTrees:
         """Place the scheduled drafts in the batch.
 
         Parameters
@@ -81,7 +81,7 @@ class DraftStep:
         return cls(forest, rows, starts, contexts, from_proposer, before)
 
     @classmethod
-    def of_dummies(cls, trees: Sequence[DraftTree], context: int) -> DraftStep:
+    def of_dummies(cls, trees: Sequence[DraftTree], context: int) -> PlacedTrees:
         """One request for each tree, `context` committed tokens each, for dummy runs."""
         forest = DraftForest.of(trees)
         tree = np.arange(len(forest))
@@ -206,4 +206,4 @@ class DraftStep:
 
 
 _NONE: Int64s = np.empty(0, np.int64)
-NO_DRAFTS = DraftStep(DraftForest.of([]), _NONE, _NONE, _NONE, np.empty(0, np.bool_), _NONE)
+NO_DRAFTS = PlacedTrees(DraftForest.of([]), _NONE, _NONE, _NONE, np.empty(0, np.bool_), _NONE)

@@ -12,7 +12,7 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner as FirstRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from lookahead_vllm.engine.cpu_runner import ConfigOnCPU
+from lookahead_vllm.engine.cpu_config import ConfigOnCPU
 from lookahead_vllm.engine.plugin import PLAIN_V2
 from lookahead_vllm.engine.workers.cpu import PlainCPUWorker
 from tests.support.driving import engine, generate, random_prompts, runner_of, worker_of

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.engine.step.draft_step import NO_DRAFTS, DraftStep, root_rows
+from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees, root_rows
 
 CHAIN = DraftTree.chain([5, 6])
 TREE = DraftTree.from_lists([7, 8, 9], [-1, 0, -1])
 
 
-def of_scheduled(order: list[int]) -> DraftStep:
+def of_scheduled(order: list[int]) -> PlacedTrees:
     """Row 0 reads two tokens of its prompt before its root, row 1 has no draft, row 2 a tree."""
     trees, rows, own = [CHAIN, TREE], np.array([0, 2]), np.array([False, True])
     forest = DraftForest.of([trees[i] for i in order])
     scheduled, computed = np.array([5, 1, 4], np.int32), np.array([10, 20, 30], np.int32)
-    return DraftStep.of_scheduled(forest, own[order], rows[order], scheduled, computed)
+    return PlacedTrees.of_scheduled(forest, own[order], rows[order], scheduled, computed)
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
@@ -35,7 +35,7 @@ def test_tree_attention_may_compute_chains() -> None:
     assert trees is not None
     assert trees.requests.tolist() == [2] and trees.sizes.tolist() == [4]
     assert trees.starts.tolist() == [6] and trees.contexts.tolist() == [30]
-    dummies = DraftStep.of_dummies([DraftTree.chain([]), CHAIN], 100)
+    dummies = PlacedTrees.of_dummies([DraftTree.chain([]), CHAIN], 100)
     assert dummies.trees(with_chains=True).requests.tolist() == [1]
     assert NO_DRAFTS.trees(with_chains=True) is None
 
@@ -44,7 +44,7 @@ def test_a_tree_has_the_tokens_before_its_root_as_a_chain() -> None:
     trees = DraftForest.of([TREE, TREE])
     own, rows = np.array([True, True]), np.array([0, 1])
     scheduled, computed = np.array([6, 4], np.int32), np.array([30, 50], np.int32)
-    step = DraftStep.of_scheduled(trees, own, rows, scheduled, computed)
+    step = PlacedTrees.of_scheduled(trees, own, rows, scheduled, computed)
     assert step.contexts.tolist() == [32, 50]
     batch = step.trees()
     assert batch.starts.tolist() == [0, 6] and batch.contexts.tolist() == [30, 50]

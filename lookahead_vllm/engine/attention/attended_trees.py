@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lookahead_vllm.engine.step.draft_step import NO_DRAFTS, DraftStep
+from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -35,7 +35,7 @@ class AttendedTrees:
     A runner has one, fills it in before vLLM builds the metadata, and shares it with all builders.
     """
 
-    step: DraftStep = NO_DRAFTS
+    step: PlacedTrees = NO_DRAFTS
     """The drafts of a step or a dummy run."""
     trees: TreeBatch | None = None
     """What tree attention computes of them; None if it computes nothing."""

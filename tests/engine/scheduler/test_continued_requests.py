@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from lookahead_vllm.engine.scheduler.continued import ContinuedRequests
+from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
 from tests.support import counted_twice
 from tests.support.driving import engine, random_prompts
 from tests.support.late_steps import LateSteps, random_arrivals
