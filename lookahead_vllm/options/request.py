@@ -2,7 +2,9 @@
 
 They are written into `SamplingParams.extra_args` (over HTTP: `vllm_xargs`), as one dict under
 `lookahead` or flat as `lookahead_reference`, `lookahead_namespace` and so on. The front-end checks
-them, tokenizes texts, and replaces them by one dict for the worker.
+them, tokenizes texts, and replaces them by one dict for the worker. So under KEY lies first what
+the client wrote, then a `RequestOptions` (`with_options`), then a dict with MARK
+(`fields_for_worker`).
 """
 
 from __future__ import annotations

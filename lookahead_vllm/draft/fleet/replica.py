@@ -133,7 +133,7 @@ class Replica:
         PieceInserter(proposer.trie, NO_SPACE, nothing)(nothing.tokens)
 
     def follow(self, digest: str, space: int, position: str | None = None) -> None:
-        """See Fleet. Read the namespace's messages from now on.
+        """Read the namespace's messages from now on.
 
         `position` is the id of the last message that was read, if the namespace is not followed.
         """
@@ -153,7 +153,7 @@ class Replica:
             self._digests.pop(self._spaces.pop(oldest, NO_SPACE), None)
 
     def positions(self) -> dict[str, str]:
-        """See Fleet. Any thread may call it."""
+        """How far the messages of each namespace were learned. Any thread may call it."""
         return self.followed.copy()
 
     def take(self) -> dict[str, Pieces]:

@@ -26,7 +26,7 @@ USERNAME, PASSWORD = "LOOKAHEAD_VLLM_SHARE_USERNAME", "LOOKAHEAD_VLLM_SHARE_PASS
 """Environment variables, so that neither has to be written into `share_with`, which vLLM logs."""
 
 MAX_MESSAGES = 4_000
-"""That the server keeps of a namespace, about."""
+"""About how many messages the server keeps of a namespace."""
 
 TOKENS_PER_NGRAM = 1 / 8
 """Of the shared n-grams in a full trie."""
