@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lookahead_vllm.machine  # noqa: F401  reads the cores before vLLM binds threads to them
-from lookahead_vllm.draft.proposers.registry import PROPOSERS
+from lookahead_vllm.draft.proposers.registry import CLASS_PATHS
 
 try:
     __version__ = version("lookahead-vllm")
@@ -17,7 +17,7 @@ __all__ = ["HybridProposer", "JacobiWindowProposer", "NGramTrieProposer", "__ver
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: vLLM loads this package in every process, and proposers import numba.
-    for path in PROPOSERS.values():
+    for path in CLASS_PATHS.values():
         module, _, proposer = path.rpartition(".")
         if name == proposer:
             return getattr(importlib.import_module(module), name)

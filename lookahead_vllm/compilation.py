@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lookahead_vllm.draft.proposers.registry import PROPOSERS, make_proposer
+from lookahead_vllm.draft.proposers.registry import CLASS_PATHS, make_proposer
 from lookahead_vllm.kernel_folder import cache_dir, sources_of_kernels
 from lookahead_vllm.machine import cpu_name
 from lookahead_vllm.options.server import AUTO_DECODING_LENGTH, LookaheadOptions
@@ -116,7 +116,7 @@ def main(arguments: str) -> None:
         if others is not None:
             others.start()
         compile_verification()
-        if options.proposer in PROPOSERS:
+        if options.proposer in CLASS_PATHS:
             small = replace(options, max_nodes=1024, cache_path=None)
             make_proposer(small.for_model(0))
         if others is not None:

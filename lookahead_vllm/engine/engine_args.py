@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from lookahead_vllm.draft.proposers.registry import PROPOSERS
+from lookahead_vllm.draft.proposers.registry import CLASS_PATHS
 from lookahead_vllm.options.allowed import Allowed, OptionError, check_name
 from lookahead_vllm.options.server import ALLOWED, KEY, LookaheadOptions
 
@@ -19,7 +19,7 @@ OURS = (KEY, f"[{KEY}]")
 """Lookahead as a method or a model."""
 
 PACKAGE = "lookahead_vllm."
-CLASSES = {PACKAGE + path.rpartition(".")[2]: name for name, path in PROPOSERS.items()}
+CLASSES = {PACKAGE + path.rpartition(".")[2]: name for name, path in CLASS_PATHS.items()}
 """Names of proposers by their classes, as vLLM's method custom_class wants them."""
 
 FLAGS = {

@@ -25,7 +25,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.draft.fleet import exchange
-from lookahead_vllm.draft.proposers.registry import PROPOSERS
+from lookahead_vllm.draft.proposers.registry import CLASS_PATHS
 from lookahead_vllm.draft.trie import sessions
 from lookahead_vllm.engine.drafter.recorder import Counters
 from lookahead_vllm.options import request as request_options
@@ -319,7 +319,7 @@ class Rounds:
         # Proposers of the tests hold the plain answers; the detector knows no turns.
         if (
             not round_.processes
-            and not PROPOSERS[proposer].startswith("tests.")
+            and not CLASS_PATHS[proposer].startswith("tests.")
             and "sessions" not in round_.features
         ):
             played.leaks, played.checked = detector.leaks(), detector.checked

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lookahead_vllm.draft.proposers.registry import PROPOSERS as CLASSES
+from lookahead_vllm.draft.proposers.registry import CLASS_PATHS
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.server import ALLOWED, PROPOSERS, LookaheadOptions
 
@@ -27,7 +27,7 @@ def refused(given: dict[str, Any]) -> str:
 
 def test_every_option_has_allowed_values_and_every_proposer_a_class() -> None:
     assert len(OPTIONS) <= 12 and list(ALLOWED) == OPTIONS
-    assert set(PROPOSERS) <= CLASSES.keys()
+    assert set(PROPOSERS) <= CLASS_PATHS.keys()
 
 
 def test_options_round_trip_through_a_dict() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.proposers.proposer import TextByText
-from lookahead_vllm.draft.proposers.registry import PROPOSERS
+from lookahead_vllm.draft.proposers.registry import CLASS_PATHS
 from lookahead_vllm.draft.proposers.stepping import DraftLimits
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
 from lookahead_vllm.options.allowed import Allowed
@@ -217,5 +217,5 @@ TEST_PROPOSERS = dict(
     malformed=f"{__name__}.Malformed",
     failing=f"{__name__}.Failing",
 )
-PROPOSERS.update(TEST_PROPOSERS)
+CLASS_PATHS.update(TEST_PROPOSERS)
 ALLOWED["proposer"] = Allowed((*ALLOWED["proposer"].words, *TEST_PROPOSERS))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lookahead_vllm.draft.proposers.proposer import Proposer
     from lookahead_vllm.options.server import LookaheadOptions
 
-PROPOSERS = {
+CLASS_PATHS = {
     "ngram_trie": "lookahead_vllm.draft.proposers.ngram_trie.NGramTrieProposer",
     "jacobi_window": "lookahead_vllm.draft.proposers.jacobi_window.JacobiWindowProposer",
     "hybrid": "lookahead_vllm.draft.proposers.hybrid.HybridProposer",
@@ -31,7 +31,7 @@ def make_proposer(options: LookaheadOptions, num_tokens: int = 0) -> Proposer:
     It has a table for the n-grams of texts of `num_tokens` in all, within a share of the machine's
     memory. If 0, texts share the table of answers.
     """
-    module, _, name = PROPOSERS[options.proposer].rpartition(".")
+    module, _, name = CLASS_PATHS[options.proposer].rpartition(".")
     cls: Callable[[LookaheadOptions, int], Any] = getattr(importlib.import_module(module), name)
     most = memory_bytes() // MEMORY_SHARE // BYTES_PER_NODE
     return cls(options, min(num_tokens * NODES_PER_TOKEN, most, 2**30 - 1))

@@ -228,9 +228,9 @@ class RequestStates:
         before = lengths - batch.query_start_loc.diff()[requests]
         return StatePlaces(columns, spec.block_size - before % spec.block_size)
 
-    def commit(self, places: StatePlaces, path: Walk, ends: torch.Tensor) -> None:
-        """Move the states of the requests of a walk; `ends` are those of the walk."""
-        self._mover.commit(places.columns, path.places(ends), path.num_sampled, places.stops)
+    def commit(self, places: StatePlaces, path: Walk, starts: torch.Tensor) -> None:
+        """Move the states of the requests of a walk; `starts` are those of the walk."""
+        self._mover.commit(places.columns, path.places(starts), path.num_sampled, places.stops)
 
 
 def _window(cache: torch.Tensor) -> torch.Tensor:

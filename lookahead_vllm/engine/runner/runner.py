@@ -173,7 +173,7 @@ class LookaheadRunner(DummyRuns):
             recurrent.start(groups, layers, self.device, self.num_speculative_steps)
         self._shape = LateShape(self, None if self.trained is None else self.trained.tokens)
 
-    # ---- draft -----------------------------------------------------------------------------------
+    # ---- requests, and the beginning of a step ---------------------------------------------------
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.finished_req_ids:
@@ -296,6 +296,8 @@ class LookaheadRunner(DummyRuns):
             )
         super().update_pp_decode_requests()
 
+    # ---- draft -----------------------------------------------------------------------------------
+
     def _draft(self, step: Step) -> None:
         """Wait for the tokens of the step before, and draft."""
         self._keep_drafts(step, self._grow(step))
@@ -383,22 +385,22 @@ class LookaheadRunner(DummyRuns):
             step.layout = self._shape.layout(trees.forest)
         else:
             trees = step.drafts.in_batch(batch.req_ids, batch.num_scheduled_tokens)
-            ends = batch.cu_num_logits_np
-            step.layout = NodeLayout.build(trees.forest, trees.rows, ends, self.device)
+            starts = batch.cu_num_logits_np
+            step.layout = NodeLayout.build(trees.forest, trees.rows, starts, self.device)
         step.trees = step.whole_trees = trees
         step.move = partial(self._move, step) if trees.branches else None
 
-    def _move(self, step: Step, path: Walk, requests: slice, ends: torch.Tensor) -> None:
+    def _move(self, step: Step, path: Walk, requests: slice, starts: torch.Tensor) -> None:
         """Move the accepted nodes' KV to the slots right after the root's, and their states.
 
-        `path` is that of the batch's `requests`, from rows of logits that end at `ends`.
+        `path` is that of the batch's `requests`, from rows of logits that begin at `starts`.
         """
         tables = self.block_tables.input_block_tables
         for mover, own, table in zip(self._branching.movers, step.slots, tables, strict=True):
             if mover is None:
                 continue
             if isinstance(mover, RequestStates):
-                mover.commit(mover.places(table, step.batch, requests), path, ends)
+                mover.commit(mover.places(table, step.batch, requests), path, starts)
             else:
                 mover.move_paths(own[path.origins], own[path.targets])
 
@@ -449,6 +451,8 @@ class LookaheadRunner(DummyRuns):
         self._shape.settle(step)
         if step.drafts.forest.num_nodes:
             self._lay_out(step)
+
+    # ---- sample, keep ----------------------------------------------------------------------------
 
     def sample(self, *args: Any) -> Any:
         output, *counts = super().sample(*args)
@@ -530,6 +534,8 @@ class LookaheadRunner(DummyRuns):
         drafted = np.flatnonzero(drafts.forest.sizes)
         forest = drafts.forest.take(drafted, drafts.forest.sizes[drafted])
         return messages.drafts_of([drafts.req_ids[i] for i in drafted.tolist()], forest)
+
+    # ---- what a step costs, and the end ----------------------------------------------------------
 
     def warm_up_drafting(self) -> None:
         """Measure the cost of a step on this device, and begin to draft."""

@@ -115,12 +115,12 @@ def chunks_of(cu_num_logits: Int32s, most: int) -> list[Chunk]:
     cu_num_logits : int32 [r + 1]
         The first logits row of each request, then the number of rows.
     """
-    ends, chunks, first = cu_num_logits.tolist(), [], 0
-    for request in range(1, len(ends) - 1):
-        if ends[request + 1] - ends[first] > most:
-            chunks.append(Chunk(slice(first, request), slice(ends[first], ends[request])))
+    starts, chunks, first = cu_num_logits.tolist(), [], 0
+    for request in range(1, len(starts) - 1):
+        if starts[request + 1] - starts[first] > most:
+            chunks.append(Chunk(slice(first, request), slice(starts[first], starts[request])))
             first = request
-    return [*chunks, Chunk(slice(first, len(ends) - 1), slice(ends[first], ends[-1]))]
+    return [*chunks, Chunk(slice(first, len(starts) - 1), slice(starts[first], starts[-1]))]
 
 
 class NodeSampler:
@@ -207,9 +207,9 @@ class NodeSampler:
         sampler, layout, (requests, rows) = self.sampler, step.layout, chunk
         assert layout is not None
         logits, parents = logits[rows], layout.parents[rows]
-        ends = batch.cu_num_logits[requests.start : requests.stop + 1]
+        starts = batch.cu_num_logits[requests.start : requests.stop + 1]
         if rows.start:
-            parents, ends = parents - rows.start, ends - rows.start
+            parents, starts = parents - rows.start, starts - rows.start
         indices, slots = batch.logits_indices[rows], batch.expanded_idx_mapping[rows]
         # If all rows have logits, these are views.
         own = rows if len(batch.logits_indices) == batch.num_tokens else indices
@@ -226,9 +226,9 @@ class NodeSampler:
                 batch.seq_lens_cpu_upper_bound.numpy()[requests],
                 return_logprobs=logprobs is not None,
             )
-        path = self._walk(sampled, ids, parents, ends, indices, layout.width)
+        path = self._walk(sampled, ids, parents, starts, indices, layout.width)
         if step.move is not None:
-            step.move(path, requests, ends)
+            step.move(path, requests, starts)
         order = path.order + rows.start if rows.start else path.order
         if logprobs is None:
             return _Emitted(path.tokens, path.num_sampled, order, None)
@@ -253,9 +253,9 @@ class NodeSampler:
         sampled: torch.Tensor,
         ids: torch.Tensor,
         parents: torch.Tensor,
-        ends: torch.Tensor,
+        starts: torch.Tensor,
         indices: torch.Tensor,
         width: int,
     ) -> Walk:
         """The accepted paths of these rows; the arguments are those of `walk`."""
-        return walk(ids, sampled, parents, ends, indices, width)
+        return walk(ids, sampled, parents, starts, indices, width)
