@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +87,8 @@ def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPa
         (gpu_attention, "paged_attention"),
         (latent_attention, "latent_attention"),
     ):
-        monkeypatch.setattr(module, name, partial(getattr(module, name), impl="triton"))
+        attend = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda call, impl="auto", by=attend: by(call, "triton"))
     monkeypatch.setattr(gpu_worker, "is_recurrent", lambda layer: layer == "recurrent")
     monkeypatch.setattr("vllm.v1.worker.gpu.buffer_utils.UvaBuffer", UvaBuffer)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
