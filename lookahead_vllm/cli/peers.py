@@ -174,11 +174,9 @@ class SuffixV2(Peer):
         """By class and key: the number of an answer, and the place after the key in it."""
 
     def begin(self, row: int, prompt: Int32s) -> None:
-        """See Peer."""
         self._starts[row] = max(len(prompt) - self.PROMPT_TOKENS, 0)
 
     def end(self, row: int) -> None:
-        """See Peer."""
         answer: list[int] = self._texts[row][self._starts.pop(row) : self._sizes[row]].tolist()
         number, self._num_answers = self._num_answers, self._num_answers + 1
         self._answers[number] = answer
@@ -191,7 +189,6 @@ class SuffixV2(Peer):
             self._num_tokens -= len(self._answers.pop(next(iter(self._answers))))
 
     def chain(self, row: int, text: Int32s, most: int) -> Sequence[int]:
-        """See Peer."""
         length, place = longest_match(text, self.DEPTH)
         chain = text[place : place + most].tolist() if length else []
         in_corpus, voted = self._in_corpus(text[-self.DEPTH :].tolist(), most)

@@ -2,8 +2,7 @@
 
 vLLM's own kernels compute only chains. The places where the layers call them are patched: all rows
 that vLLM treats as decodes go to `verify/recurrence/`, and vLLM computes prompts. This module has
-the patches for both devices; `cpu.py` and `gpu.py` have the
-others.
+the patches for both devices; `cpu.py` and `gpu.py` have the others.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ class GraphRunner(LookaheadRunner):
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         found = super().gather_batch_req_state(scheduler_output, dummy_run)
         forest = (self._dummy_step if dummy_run else self.step.drafts).forest
-        is_prepared_early = not dummy_run and self.step.is_prepared_early and self.step.has_slots
-        may_branch = is_prepared_early and self.drafter.may_branch
+        awaits_drafts = not dummy_run and self.step.is_prepared_early and self.step.has_slots
+        may_branch = awaits_drafts and self.drafter.may_branch
         self.attended.may_branch = may_branch or bool(forest.branching.any())
         return found
 

@@ -146,16 +146,14 @@ class LateShape:
         batch."""
         step.state = State.DRAFTED
         step.rows = step.drafts.rows_in(step.prepared.req_ids)
-        if step.has_slots:
-            self.split = self._with_slots
-        elif step.repeats:
+        if step.repeats and not step.has_slots:
             return self.split  # that of the step before
-        else:
-            self.split = self._without_slots
-        self.split.write(step.drafts.forest, step.rows, step.prepared.idx_mapping_np)
-        packed = self.split.packed
-        self._packed = self._memory.uva() if step.has_slots else self._copies.copy_to_uva(packed)
-        return self.split
+        split = self.split = self._with_slots if step.has_slots else self._without_slots
+        split.write(step.drafts.forest, step.rows, step.prepared.idx_mapping_np)
+        self._packed = (
+            self._memory.uva() if step.has_slots else self._copies.copy_to_uva(split.packed)
+        )
+        return split
 
     def place(self, num_filled: int) -> None:
         """Write these rows to vLLM's buffers."""
