@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from lookahead_vllm.engine.grammar.copies import GrammarCopies
-from tests.support import forked_ranks, proposers
+from tests.support import forks, proposers
 from tests.support.counted_twice import counted_twice
 from tests.support.driving import engine
 from tests.support.models import save_tiny_model
@@ -21,8 +21,8 @@ from tests.support.tokenizer import save_tokenizer
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fork_ranks() -> Iterator[None]:
-    with forked_ranks.enabled():
+def _fork_processes() -> Iterator[None]:
+    with forks.enabled():
         yield
 
 

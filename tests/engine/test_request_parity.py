@@ -25,7 +25,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from tests.support.http_answers import Answer, assembled, compared, draft_counters
 from tests.support.models import save_tiny_model
-from tests.support.servers import ANSWER_SECONDS, serve
+from tests.support.servers import ANSWER_SECONDS, forked
 from tests.support.tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -366,7 +366,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
         patch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
 
         def start(name: str, *flags: str) -> str:
-            return stack.enter_context(serve(model, folder / f"{name}.log", *SERVING, *flags))
+            return stack.enter_context(forked(model, folder / f"{name}.log", *SERVING, *flags))
 
         with ThreadPoolExecutor(2) as pool:
             plain = pool.submit(start, "plain")

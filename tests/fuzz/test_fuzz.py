@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +15,19 @@ from tests.fuzz.plant import BUGS, planted
 from tests.fuzz.play import Rounds
 from tests.fuzz.replies import Answer, Reply, alike, differences
 from tests.fuzz.round import Round
+from tests.support import forks
 from tests.support.models import TINY
 
 MODELS = sorted(TINY)
 
 FEW_REQUESTS = 25
 """Rounds with fewer requests are played, to save time."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_processes() -> Iterator[None]:
+    with forks.enabled():
+        yield
 
 
 def test_a_round_depends_only_on_its_seed() -> None:

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 from vllm.platforms.cpu import CpuPlatform
+from vllm.utils import system_utils
+from vllm.v1.engine import utils
 
 from tests.support.servers import END_SECONDS, free_port
 
@@ -93,6 +95,8 @@ def running(folder: Path, patch: pytest.MonkeyPatch, ranks: int = 2) -> Iterator
     patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it ends workers if others fill the memory
     patch.setenv("RAY_worker_niceness", "0")  # by default, busy machines starve the ranks
     patch.setenv("RAY_AUTH_MODE", "disabled")  # the user may have a token, for other clusters
+    # A fork has chosen its platform before the plugin was there.
+    patch.setattr(utils, "get_mp_context", system_utils.get_mp_context)
     sockets = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path has at most 107 bytes
     process = None
     try:

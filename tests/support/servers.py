@@ -8,14 +8,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import requests
+from vllm.entrypoints.cli import main as cli
 
 from benchmarks.cores import share_out
+from tests.support import forks
 
 START_SECONDS = 600
 """For a server to answer; on a busy machine, each process imports vLLM for a minute."""
@@ -47,15 +49,11 @@ def cores_of(ranks: int) -> str:
 
 
 @contextmanager
-def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
-    """The base URL of a healthy server; its process group is terminated after the block."""
-    with running(model, log, *flags) as server:
-        yield server.url
-
-
-@contextmanager
 def running(model: Path, log: Path, *flags: str, **environment: str) -> Iterator[Server]:
-    """As `serve`, with `environment` added; the block itself may end the server."""
+    """A healthy server; its process group is terminated after the block, which may end it itself.
+
+    `environment` is added to that of this process.
+    """
     port = free_port()
     vllm = Path(sys.executable).with_name("vllm")
     command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
@@ -66,17 +64,7 @@ def running(model: Path, log: Path, *flags: str, **environment: str) -> Iterator
             [*command, *flags], stdout=sink, stderr=sink, env=env, start_new_session=True
         )
     try:
-        url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            assert process.poll() is None, f"the server stopped:\n{log.read_text()[-3000:]}"
-            assert time.monotonic() < deadline, f"no answer:\n{log.read_text()[-3000:]}"
-            try:
-                if requests.get(f"{url}/health", timeout=2).ok:
-                    break
-            except (requests.ConnectionError, requests.Timeout):
-                time.sleep(0.5)
-        yield Server(url, process)
+        yield Server(wait_for(port, log, lambda: process.poll() is None), process)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -84,3 +72,40 @@ def running(model: Path, log: Path, *flags: str, **environment: str) -> Iterator
                 process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(port: int, log: Path, is_alive: Callable[[], bool]) -> str:
+    """Wait until the server answers; returns its base URL."""
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        assert is_alive(), f"the server stopped:\n{log.read_text()[-3000:]}"
+        assert time.monotonic() < deadline, f"no answer:\n{log.read_text()[-3000:]}"
+        with suppress(requests.ConnectionError, requests.Timeout):
+            if requests.get(f"{url}/health", timeout=2).ok:
+                return url
+        time.sleep(0.5)
+
+
+@contextmanager
+def forked(model: Path, log: Path, *flags: str) -> Iterator[str]:
+    """The base URL of a healthy server in forks (`forks.py`), which is terminated after the block."""
+    port = free_port()
+    words = ["vllm", "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    process = forks.FORKS.Process(target=_serve, args=(words, log))
+    process.start()
+    try:
+        yield wait_for(port, log, process.is_alive)
+    finally:
+        process.terminate()
+        process.join(END_SECONDS)
+        process.kill()
+
+
+def _serve(words: list[str], log: Path) -> None:
+    """In a fork: what vLLM's command does."""
+    with log.open("w") as sink:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(sink.fileno(), stream.fileno())
+    sys.argv = words
+    cli.main()

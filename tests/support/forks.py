@@ -1,0 +1,66 @@
+"""Processes of vLLM that start fast: forks of a process that has imported vLLM and nothing else.
+
+On CPUs vLLM spawns its engines and ranks, and each of them imports vLLM for some ten seconds. With
+
+    with forks.enabled(): ...
+
+those that this process and its forks start in the block are forks instead. Their environment and
+their cores are those of the process that makes them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import context, forkserver
+from typing import Any
+from unittest import mock
+
+PRELOADED = [
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.coordinator",
+    "vllm.entrypoints.cli.serve",
+]
+STARTING = ["vllm.v1.executor.multiproc_executor", "vllm.v1.engine.utils"]
+"""The modules that start processes."""
+
+
+class Fork(context.ForkServerProcess):
+    """A process with the environment, and on the cores, of the one that makes it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._environment = dict(os.environ)
+        self._cores = os.sched_getaffinity(0)
+
+    def run(self) -> None:
+        """Run the target, in the new process."""
+        os.environ.clear()
+        os.environ.update(self._environment)
+        os.sched_setaffinity(0, self._cores)
+        # Its own forks come from the same server, whose address it has inherited.
+        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+        with enabled():
+            super().run()
+
+
+class ForkContext(context.ForkServerContext):
+    """Makes forks."""
+
+    Process = Fork
+
+
+FORKS = ForkContext()
+FORKS.set_forkserver_preload(PRELOADED)
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """See the module."""
+    with ExitStack() as patches:
+        for module in STARTING:
+            patches.enter_context(mock.patch(f"{module}.get_mp_context", lambda: FORKS))
+        yield
