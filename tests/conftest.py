@@ -31,3 +31,23 @@ def _insert_whole_texts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lookahead_vllm.draft.insertion.MAX_SECONDS", math.inf)
         yield
+
+
+LONG_FILES = (
+    "test_tensor_parallel.py",
+    "test_fuzz.py",
+    "test_data_parallel.py",
+    "test_hostile.py",
+    "test_request_parity.py",
+    "test_triton.py",
+    "test_triton_compiles.py",
+    "test_native.py",
+    "test_lookahead_parallel.py",
+    "test_pipeline_parallel.py",
+)
+"""They take a minute or more, and begin first: at the end, a process of `pytest -n` would work on
+one of them while the others have nothing left."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)

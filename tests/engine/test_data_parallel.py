@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from vllm import SamplingParams
 from lookahead_vllm.draft.cache import file as cache_file
 from tests.support.driving import engine, generate, random_prompts
 from tests.support.redis_server import BINARY, RedisServer
-from tests.support.servers import ANSWER_SECONDS, END_SECONDS, cores_of, running
+from tests.support.servers import ANSWER_SECONDS, END_SECONDS, cores_of, forked
 
 ENGINES = 2
 PROMPTS = random_prompts(6, 40, seed=32)
@@ -51,7 +50,9 @@ def by_engine(metrics: str, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_engines_answer_as_plain_vllm_and_end_together(llama: Path, tmp_path: Path) -> None:
+def test_two_engines_answer_as_plain_vllm_and_end_together(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cases = [(prompt, parameters) for parameters in PARAMETERS for prompt in PROMPTS]
     with engine(llama) as plain:
         sampling = [SamplingParams(**parameters) for _, parameters in cases]
@@ -66,18 +67,20 @@ def test_two_engines_answer_as_plain_vllm_and_end_together(llama: Path, tmp_path
     flags += ("--data-parallel-size", str(ENGINES), "--speculative-config", json.dumps(lookahead))
     flags += ("--shutdown-timeout", "60")  # vLLM kills the engines at once without it
     log = tmp_path / "log"
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": cores_of(ENGINES)}
-    with running(llama, log, *flags, **environment) as (url, process):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(ENGINES))
+    with forked(llama, log, *flags) as server_of_two:
+        url, process = server_of_two
         own = [i % ENGINES for i in range(len(cases))]
         for ranks in (own, own, [None] * len(cases)):
             with ThreadPoolExecutor(4) as pool:
                 answers = pool.map(lambda case, rank: ask(url, *case, rank), cases, ranks)
             assert list(answers) == expected
         metrics = requests.get(f"{url}/metrics", timeout=ANSWER_SECONDS).text
-        processes = psutil.Process(process.pid).children(recursive=True)
-        assert len(processes) >= ENGINES
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(END_SECONDS) == 0
+        processes = server_of_two.all_processes()
+        assert len(processes) > ENGINES
+        process.terminate()
+        process.join(END_SECONDS)
+        assert process.exitcode == 0
         assert not psutil.wait_procs(processes, timeout=END_SECONDS)[1]
     names = ["nodes_verified", "nodes_accepted"]
     if server is not None:
@@ -87,4 +90,5 @@ def test_two_engines_answer_as_plain_vllm_and_end_together(llama: Path, tmp_path
         assert min(by_engine(metrics, f"lookahead_vllm:{name}_total")) > 20, name
     caches = [cache, cache.with_name(f"{cache.name}.dp1")]
     assert all(cache_file.count_ngrams(cache_file.load(path)[0]) > 100 for path in caches)
-    assert "Traceback" not in log.read_text()
+    text = log.read_text()
+    assert "EngineCore_DP1" in text and "Traceback" not in text

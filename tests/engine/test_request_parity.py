@@ -366,7 +366,7 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
         patch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
 
         def start(name: str, *flags: str) -> str:
-            return stack.enter_context(forked(model, folder / f"{name}.log", *SERVING, *flags))
+            return stack.enter_context(forked(model, folder / f"{name}.log", *SERVING, *flags)).url
 
         with ThreadPoolExecutor(2) as pool:
             plain = pool.submit(start, "plain")

@@ -21,8 +21,6 @@ from typing import NamedTuple
 import psutil
 import pytest
 from vllm.platforms.cpu import CpuPlatform
-from vllm.utils import system_utils
-from vllm.v1.engine import utils
 
 from tests.support.servers import END_SECONDS, free_port
 
@@ -88,6 +86,7 @@ def running(folder: Path, patch: pytest.MonkeyPatch, ranks: int = 2) -> Iterator
         Sets the environment of this process; undone by the caller.
     """
     import ray
+    from vllm.utils.system_utils import get_mp_context
 
     _install_plugin(folder, patch)
     host, log = ray.util.get_node_ip_address(), folder / "ray.log"
@@ -96,7 +95,7 @@ def running(folder: Path, patch: pytest.MonkeyPatch, ranks: int = 2) -> Iterator
     patch.setenv("RAY_worker_niceness", "0")  # by default, busy machines starve the ranks
     patch.setenv("RAY_AUTH_MODE", "disabled")  # the user may have a token, for other clusters
     # A fork has chosen its platform before the plugin was there.
-    patch.setattr(utils, "get_mp_context", system_utils.get_mp_context)
+    patch.setattr("vllm.v1.engine.utils.get_mp_context", get_mp_context)
     sockets = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path has at most 107 bytes
     process = None
     try:
