@@ -21,9 +21,6 @@ from lookahead_vllm.verify.layout.paged_batch import CAUSAL
 ROOT = Path(__file__).parents[2]
 
 
-# The tests on a GPU.
-
-
 # The inputs of gpu_check.py.
 
 

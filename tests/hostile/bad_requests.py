@@ -84,11 +84,6 @@ def responses(xargs: str, **fields: Any) -> bytes:
     return _body({**body, **fields}, xargs=xargs)
 
 
-def messages(xargs: str, **fields: Any) -> bytes:
-    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "vllm_xargs": XARGS}
-    return _body({**body, **fields}, xargs=xargs)
-
-
 def generate(xargs: str, **fields: Any) -> bytes:
     """For vLLM's endpoint for token ids, which checks `extra_args` against no schema."""
     body = {
@@ -102,7 +97,7 @@ ENDPOINTS = {
     "/v1/completions": completion,
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
-    "/v1/messages": messages,
+    "/v1/messages": chat,  # which takes the same
     "/inference/v1/generate": generate,
 }
 STREAMS = {"/v1/completions", "/v1/chat/completions"}

@@ -34,13 +34,19 @@ def vllm_kernels() -> Any:
     return causal_conv1d, mamba_ssm, fused_recurrent
 
 
-@pytest.mark.parametrize(("dtype", "cache_dtype"), [(F32, F32), (BF16, BF16)])
-def test_mamba2_equals_vllm(
-    dtype: torch.dtype, cache_dtype: torch.dtype, vllm_kernels: Any
-) -> None:
-    layer = Mamba2(1, dtype, cache_dtype)
+def check(layer: Mamba2 | GatedDelta, one_token: Any) -> None:
+    """A step of trees equals `one_token`, level by level, to the bit."""
     step = random_step(1, [6, 0, 7], paddings=0)
     inputs = layer.draw(step.num_rows)
+    expected, after = by_levels(layer, step, inputs, one_token)
+    cache = layer.cache.clone()
+    assert torch.equal(layer.run(cache, inputs, step.trees()), expected)
+    assert torch.equal(cache, after)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_mamba2_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
+    layer = Mamba2(1, dtype, dtype)
     kernel = vllm_kernels[1]._selective_scan_update_kernel
 
     def one_token(states: Tensor, rows: Any) -> Tensor:
@@ -55,19 +61,12 @@ def test_mamba2_equals_vllm(
         )  # fmt: skip
         return out
 
-    expected, after = by_levels(layer, step, inputs, one_token)
-    cache = layer.cache.clone()
-    assert torch.equal(layer.run(cache, inputs, step.trees()), expected)
-    assert torch.equal(cache, after)
+    check(layer, one_token)
 
 
-@pytest.mark.parametrize(("dtype", "cache_dtype"), [(F32, F32), (BF16, BF16)])
-def test_gated_delta_equals_vllm(
-    dtype: torch.dtype, cache_dtype: torch.dtype, vllm_kernels: Any
-) -> None:
-    layer = GatedDelta(1, dtype, cache_dtype)
-    step = random_step(1, [6, 0, 7], paddings=0)
-    inputs = layer.draw(step.num_rows)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_gated_delta_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
+    layer = GatedDelta(1, dtype, dtype)
     plain = vllm_kernels[2].fused_recurrent_gated_delta_rule_packed_decode
 
     def one_token(states: Tensor, rows: Any) -> Tensor:
@@ -82,10 +81,7 @@ def test_gated_delta_equals_vllm(
         states.copy_(pool[1:])
         return out[:, 0]
 
-    expected, after = by_levels(layer, step, inputs, one_token)
-    cache = layer.cache.clone()
-    assert torch.equal(layer.run(cache, inputs, step.trees()), expected)
-    assert torch.equal(cache, after)
+    check(layer, one_token)
 
 
 @pytest.mark.parametrize("seed", range(2))
