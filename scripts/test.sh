@@ -41,6 +41,9 @@ fi
 scripts/setup.sh
 [[ $needs_model == false ]] || .venv/bin/python scripts/prepare_model.py
 
+# Beside the checks of style and types, as beside the start of a server, the kernels are compiled.
+tail -f /dev/null --pid=$$ | .venv/bin/python -m lookahead_vllm.compilation '[{"proposer": "hybrid"}, true]' &
+
 # All checks run, even if one fails.
 status=0
 check() { echo "==> $*"; "$@" || status=1; }
