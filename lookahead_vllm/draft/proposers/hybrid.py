@@ -207,7 +207,13 @@ class HybridProposer(NGramTrieProposer):
         self._unlearned = (hashes, *others), new, False
         texts = self._texts.arrays
         nodes = grow_all(
-            self.trie.arrays, self._lines, texts, trees, self.rate.arrays, self._bounds
+            self.trie.arrays,
+            self._lines,
+            texts,
+            trees,
+            self.rate.arrays,
+            self._bounds,
+            self._growers.shared,
         )
         return DraftForest(*nodes), num_tokens
 

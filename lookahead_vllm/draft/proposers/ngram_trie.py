@@ -24,6 +24,7 @@ from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
+from lookahead_vllm.draft.trie.growth import Growers, help_grow
 from lookahead_vllm.draft.trie.live_texts import LiveTexts
 from lookahead_vllm.draft.trie.namespaces import Namespaces, digest_of
 from lookahead_vllm.draft.trie.recycling import make_lines
@@ -113,6 +114,7 @@ class NGramTrieProposer(Proposer):
         self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...], bool] | None = None
         """The texts before the tokens of the last `draft`, and the tokens, as `step.extend` takes
         them, and whether rates have to be learned from them."""
+        self._growers = Growers()
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
         self._sessions = Sessions(self.trie, self.insertion)
@@ -203,6 +205,7 @@ class NGramTrieProposer(Proposer):
         verified: Verified | None,
     ) -> None:
         most = int(np.minimum(wanted.max_nodes, self._max_nodes).sum())
+        self._growers.make_room(len(wanted.rows), most)
         cost = self._cost
         self._plan = _Plan(load.progress(len(contexts)))
         if cost is not None and most:
@@ -227,7 +230,12 @@ class NGramTrieProposer(Proposer):
     def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[DraftForest, Int64s]:
         """Move the texts on, and grow the next trees; `step` has the arguments of `begin_step`."""
         nodes, before, new, num_tokens = begin_and_grow(
-            *step, self.trie.arrays, self._lines, self.rate.arrays, self._bounds
+            *step,
+            self.trie.arrays,
+            self._lines,
+            self.rate.arrays,
+            self._bounds,
+            self._growers.shared,
         )
         self._unlearned = before, new, True
         return DraftForest(*nodes), num_tokens
@@ -252,8 +260,23 @@ class NGramTrieProposer(Proposer):
         """See Proposer. Inserts texts."""
         self.insertion.work_for(seconds)
 
+    def use_threads(self, count: int) -> None:
+        """See Proposer."""
+        self._growers.start(count)
+
+    def stand_by(self) -> None:
+        """See Proposer. Calls threads if there may be enough to grow."""
+        self._growers.call(*self._tables)
+
+    @property
+    def _tables(self) -> tuple[Any, ...]:
+        """What growth reads, see `growth.help_grow`."""
+        texts = self._texts.arrays
+        return self.trie.arrays, self._lines, texts, self.rate.arrays, self._bounds
+
     def learn(self) -> None:
         """See Proposer. Also inserts texts for a share of the step."""
+        self._growers.dismiss()
         self._learn_drafted()
         self.insertion.end_step()
 
@@ -372,6 +395,7 @@ class NGramTrieProposer(Proposer):
         self.trie.insert(NO_SPACE, hashes_of(nothing), nothing)
         read(self, {"": []})
         draft_trees(self, [DraftLimits("", 1, 1)])
+        help_grow(*self._tables, self._growers.shared, -1)
         compile_budget()
         self.finish("")
         count_by_space(self.trie.edges[:0], np.ones(1, np.int64))

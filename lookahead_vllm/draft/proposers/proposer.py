@@ -107,6 +107,12 @@ class Proposer(ABC):
             Choices of the model that will arrive together with the tokens.
         """
 
+    def use_threads(self, count: int) -> None:  # noqa: B027
+        """Have so many threads of its own, for which the machine has cores to spare."""
+
+    def stand_by(self) -> None:  # noqa: B027
+        """The tokens of the planned step will arrive within a millisecond or two."""
+
     def needs_accepted(self) -> bool:
         """Whether the next `draft` needs to know the accepted nodes of what is `verified`."""
         return False

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from llvmlite.binding import ffi
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
-from lookahead_vllm import compilation
+from lookahead_vllm import compilation, machine
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.proposers.proposer import NoProposer, Proposer
@@ -22,7 +23,7 @@ from lookahead_vllm.engine.drafter.fleet import join_fleet
 from lookahead_vllm.engine.drafter.recorder import Counters, StepRecorder
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
     from lookahead_vllm.draft.cache.keeper import CacheKeeper
     from lookahead_vllm.draft.fleet.exchange import Exchange
@@ -57,6 +58,22 @@ MAX_LOGITS_BYTES = 512 << 20
 STALL_SECONDS, STALL_SLOWDOWN = 1.0, 20.0
 """A step that takes longer than this, and so many times as long as predicted, was stopped on its
 way, for instance by a debugger."""
+
+
+MAX_GROWERS = 3
+CORES_PER_GROWER = 4
+"""Of each rank on a machine; vLLM's own threads need the others."""
+
+
+def num_growers(parallel: ParallelConfig) -> int:
+    """How many threads grow trees beside the step's own.
+
+    They wait for the last fifth of each step. None on a CPU, whose cores run the model.
+    """
+    if current_platform.is_cpu():
+        return 0
+    ranks = parallel.local_world_size * parallel.data_parallel_size_local
+    return min(MAX_GROWERS, machine.num_cores() // (CORES_PER_GROWER * max(ranks, 1)))
 
 
 class LookaheadDrafter:
@@ -116,6 +133,7 @@ class LookaheadDrafter:
         num_tokens = vllm_config.scheduler_config.max_num_seqs * self.max_model_len
         self.proposer = make_proposer(self.options, num_tokens)
         self.proposer.cost = cost
+        self.proposer.use_threads(num_growers(vllm_config.parallel_config))
         self._cost_file = cost_file
         self._cache = open_cache(vllm_config, self.options, self.proposer)
         self._exchange = join_fleet(vllm_config, self.options, self.proposer)

@@ -205,7 +205,7 @@ class LateDrafts:
         before = self._steps[0] if len(self._steps) > later else None
         is_planned = self._prepare(plan, before)
         if before is not None:
-            self._waiter.wait(before)
+            self._waiter.wait(before, self._drafter.proposer.stand_by)
         with self._drafter.recorder.drafting():
             drafts = self._draft(plan, before, is_planned, most)
             if self._chains is not None:
