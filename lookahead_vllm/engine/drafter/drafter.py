@@ -108,7 +108,11 @@ class LookaheadDrafter:
         self.max_model_len = vllm_config.model_config.max_model_len
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         row_bytes = self.vocab_size * vllm_config.model_config.dtype.itemsize
-        self.max_step_nodes = max(MAX_LOGITS_BYTES // row_bytes, self.options.decoding_length)
+        most = self.options.decoding_length
+        self.max_step_nodes = min(
+            max(MAX_LOGITS_BYTES // row_bytes, most),
+            most * vllm_config.scheduler_config.max_num_seqs,
+        )
         self.reads_reasoning = bool(vllm_config.structured_outputs_config.reasoning_parser)
         """Whether a grammar may begin only after the reasoning, which vLLM looks for."""
         compilation.wait()
