@@ -24,7 +24,6 @@ from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
 from lookahead_vllm.engine.scheduler.decode_steps import DecodeSteps
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
-from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
 from lookahead_vllm.engine.scheduler.pauses import Pauses
 from lookahead_vllm.options import request as request_options
 
@@ -66,7 +65,6 @@ class LookaheadScheduler(AsyncScheduler):
             super().__init__(*args, **kwargs)
         accept_tokens_one_by_one()
         self.pauses = Pauses()
-        self._late_outputs = LateOutputs()
         self._continued = ContinuedRequests(self)
         self._without_drafts: set[str] = set()
         """Requests that turned lookahead off."""
@@ -157,7 +155,7 @@ class LookaheadScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        step = self._receive(scheduler_output, model_runner_output)
+        self._receive(scheduler_output, model_runner_output)
         report = messages.late_report(model_runner_output)
         sizes: Mapping[str, int] = {}
         if report is not None:
@@ -166,7 +164,7 @@ class LookaheadScheduler(AsyncScheduler):
                 self._empty_steps = 0
             elif scheduler_output.scheduled_spec_decode_tokens:
                 self._empty_steps += 1
-        step, counted = self._continued.count(step, model_runner_output, sizes)
+        step, counted = self._continued.count(scheduler_output, model_runner_output, sizes)
         # vLLM counts these as not proposed.
         step.num_invalid_spec_tokens = {
             req_id: len(step.scheduled_spec_decode_tokens.get(req_id, ())) - sizes.get(req_id, 0)
@@ -177,18 +175,10 @@ class LookaheadScheduler(AsyncScheduler):
             outputs.setdefault(client, EngineCoreOutputs()).outputs[:0] = own
         return outputs
 
-    def _receive(
-        self, scheduled: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> SchedulerOutput:
-        """A step's output arrived; returns the step without requests that have ended since."""
+    def _receive(self, scheduled: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> None:
+        """A step's output arrived."""
         self.pauses.receive(scheduled)
         self._report = step_report.attached(model_runner_output)
-        return self._late_outputs.without_ended(scheduled)
-
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._late_outputs.end(request)
-        self._continued.end(request)
-        return super()._free_request(request, *args, **kwargs)
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
