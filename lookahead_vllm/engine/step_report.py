@@ -37,8 +37,7 @@ class StepReport:
     """Nodes of all trees, for each step in which a request could have had a draft; 0 if no node
     was worth its cost."""
     costs: list[tuple[float, float]] = field(default_factory=list)
-    """(predicted, measured) seconds of each step that was predicted and measured. Time in
-    which the engine does not run does not count."""
+    """(predicted, measured) seconds of each step that was predicted and measured."""
     plain_seconds: float = 0.0
     """The predicted time of the same steps without their drafts."""
     draft_seconds: float = 0.0

@@ -214,7 +214,7 @@ class GraphRunner(LookaheadRunner):
         else:
             drafts = step.drafts
             graph.trees.write(drafts.forest, step.rows, split.starts, drafts.num_tokens - 1)
-        step.elapsed = self._clock.tick()
+        step.elapsed = self._tick()
         return desc
 
     def _begin_graph(self, desc: BatchExecutionDescriptor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -27,7 +28,6 @@ from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.attention.tree_attention import TreeAttention
 from lookahead_vllm.engine.config import options_of
-from lookahead_vllm.engine.cost.clock import StepClock
 from lookahead_vllm.engine.cost.measure import begin_to_draft
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
@@ -110,8 +110,9 @@ class LookaheadRunner(DummyRuns):
         """Whether layers let go of blocks that have left their windows."""
         self._num_logits: Int32s | None = None
         """The rows of logits of each request, until the step's adapters are set."""
-        self._clock = StepClock()
-        """Ticks when a step is launched."""
+        self._clock = time.perf_counter
+        self._launched: float | None = None
+        """When the last step was launched."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
 
@@ -205,7 +206,6 @@ class LookaheadRunner(DummyRuns):
         if dummy_run:
             self.step.may_repeat = False  # it uses the same buffers
         else:
-            self._clock.pause(messages.pause_before(scheduler_output))
             step = self._begin(scheduler_output)
             if step.repeats:
                 return step.found
@@ -362,7 +362,7 @@ class LookaheadRunner(DummyRuns):
             if step.whole.forest.num_nodes:
                 self._place(step)
             self._attend(step.trees)
-            step.elapsed = self._clock.tick()
+            step.elapsed = self._tick()
         return step.tables, step.slots
 
     def _attend(self, trees: PlacedTrees) -> None:
@@ -417,7 +417,7 @@ class LookaheadRunner(DummyRuns):
             context = get_forward_context()
             context.is_padding = shape.is_padding()
             context.attn_metadata = LateMetadata(partial(self._build_metadata, step))
-            step.elapsed = self._clock.tick()
+            step.elapsed = self._tick()
         return forward(*args, **inputs)
 
     def _build_metadata(self, step: Step) -> dict[str, Any]:
@@ -530,6 +530,8 @@ class LookaheadRunner(DummyRuns):
         setattr(pending, _TREES, ComputedTrees.of(layout, batch, step.slots, states))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
+        if not self.vllm_config.scheduler_config.async_scheduling:
+            return None  # vLLM asks after the step
         drafts = self.step.whole
         drafted = np.flatnonzero(drafts.forest.sizes)
         forest = drafts.forest.take(drafted, drafts.forest.sizes[drafted])
@@ -545,6 +547,11 @@ class LookaheadRunner(DummyRuns):
     def forward_passes(self) -> RunnerPasses:
         """Passes to measure the cost of a step with."""
         return RunnerPasses(self)
+
+    def _tick(self) -> float | None:
+        """A step is launched; returns the seconds since the one before."""
+        last, self._launched = self._launched, self._clock()
+        return None if last is None else self._launched - last
 
     def _measure(self, step: Step) -> None:
         """Measure the step before: the time from its launch to this one, which may have waited.

@@ -24,7 +24,6 @@ from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
 from lookahead_vllm.engine.scheduler.decode_steps import DecodeSteps
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
-from lookahead_vllm.engine.scheduler.pauses import Pauses
 from lookahead_vllm.options import request as request_options
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ class LookaheadScheduler(AsyncScheduler):
         with patches.swapped(scheduler, "KVCacheManager", HeldBlocks):
             super().__init__(*args, **kwargs)
         accept_tokens_one_by_one()
-        self.pauses = Pauses()
         self._continued = ContinuedRequests(self)
         self._without_drafts: set[str] = set()
         """Requests that turned lookahead off."""
@@ -103,7 +101,6 @@ class LookaheadScheduler(AsyncScheduler):
         self._continued.start(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self.pauses.end()
         is_paused = (
             self._may_pause
             and self._empty_steps >= PAUSE_AFTER_STEPS
@@ -121,19 +118,14 @@ class LookaheadScheduler(AsyncScheduler):
             output = self._decode_steps.schedule()
         if output is None:
             output = super().schedule(*args, **kwargs)
-        self._send_to_workers(output)
+        for new in output.scheduled_new_reqs:  # the workers keep their references
+            params = self.requests[new.req_id].sampling_params
+            self.requests[new.req_id].sampling_params = request_options.without_references(params)
         for req_id in output.preempted_req_ids or ():
             kept_blocks.pop(req_id, None)
         if kept_blocks:
             messages.attach_kept_blocks(output, kept_blocks)
         return output
-
-    def _send_to_workers(self, output: SchedulerOutput) -> None:
-        """A step was scheduled. The workers keep the references of its new requests."""
-        self.pauses.send(output)
-        for new in output.scheduled_new_reqs:
-            request = self.requests[new.req_id]
-            request.sampling_params = request_options.without_references(request.sampling_params)
 
     def _slots_of(self, request: Request, most: int) -> list[int]:
         """Placeholders for the request's next step, before they are cut to what is free."""
@@ -155,7 +147,7 @@ class LookaheadScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        self._receive(scheduler_output, model_runner_output)
+        self._report = step_report.attached(model_runner_output)
         report = messages.late_report(model_runner_output)
         sizes: Mapping[str, int] = {}
         if report is not None:
@@ -174,11 +166,6 @@ class LookaheadScheduler(AsyncScheduler):
         for client, own in counted.items():
             outputs.setdefault(client, EngineCoreOutputs()).outputs[:0] = own
         return outputs
-
-    def _receive(self, scheduled: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> None:
-        """A step's output arrived."""
-        self.pauses.receive(scheduled)
-        self._report = step_report.attached(model_runner_output)
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
