@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.v1.core.sched import scheduler
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import config, messages, patches, step_report
+from lookahead_vllm.engine import config, messages, step_report
 from lookahead_vllm.engine.grammar.tree_walk import (
     GrammarTreeWalk,
     accept_tokens_one_by_one,
@@ -23,7 +22,6 @@ from lookahead_vllm.engine.grammar.tree_walk import (
 from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
 from lookahead_vllm.engine.scheduler.decode_steps import DecodeSteps
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
-from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
 from lookahead_vllm.options import request as request_options
 
 if TYPE_CHECKING:
@@ -60,8 +58,7 @@ class LookaheadScheduler(AsyncScheduler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with patches.swapped(scheduler, "KVCacheManager", HeldBlocks):
-            super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)
         accept_tokens_one_by_one()
         self._continued = ContinuedRequests(self)
         self._without_drafts: set[str] = set()
