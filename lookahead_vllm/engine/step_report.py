@@ -33,7 +33,7 @@ class StepReport:
     """Accepted nodes, by source."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Requests with a draft, counted by the tokens that they emitted (accepted nodes + 1)."""
-    budgets: list[int] = field(default_factory=list)
+    nodes_sent: list[int] = field(default_factory=list)
     """Nodes of all trees, for each step in which a request could have had a draft; 0 if no node
     was worth its cost."""
     costs: list[tuple[float, float]] = field(default_factory=list)

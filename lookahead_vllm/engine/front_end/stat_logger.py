@@ -247,7 +247,7 @@ class EngineMetrics:
         for length, requests in report.lengths.items():
             for _ in range(requests):
                 self._lengths.observe(length)
-        for nodes in report.budgets:
+        for nodes in report.nodes_sent:
             self._nodes.observe(nodes)
         for predicted, measured in report.costs:
             self._error.observe(abs(measured - predicted) / predicted)

@@ -307,7 +307,7 @@ class LookaheadRunner(DummyRuns):
         drafter, drafts = self.drafter, NO_TREES
         if drafter.is_drafting_rank:
             drafts = self._late.grow(step, self._chains_only(step.scheduled))
-            drafter.recorder.report.budgets.append(drafts.forest.num_nodes)
+            drafter.recorder.report.nodes_sent.append(drafts.forest.num_nodes)
         group = get_tp_group()
         if group.world_size > 1:
             drafts = group.broadcast_object(drafts, src=0)
@@ -501,7 +501,7 @@ class LookaheadRunner(DummyRuns):
             scheduled = step.scheduled.num_scheduled_tokens
             report = LateReport({}, late.would_pay(scheduled))
             if late.could_draft(scheduled):
-                self.drafter.recorder.report.budgets.append(0)
+                self.drafter.recorder.report.nodes_sent.append(0)
         step.output = output
         step.chains = None if self.trained is None else self.trained.chains
         late.add_step(step)
