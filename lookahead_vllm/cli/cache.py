@@ -147,19 +147,18 @@ def full_namespace(name: str) -> str:
 def print_info(options: argparse.Namespace) -> None:
     """`cache info`."""
     path: Path = options.out
-    header = cache_file.read_header(path)
-    arrays, facts = cache_file.load(path)
+    about, (arrays, facts) = cache_file.read_about(path), cache_file.load(path)
     pruned = restored(arrays, facts).trie.num_pruned
     sizes = cache_file.sizes_of_spaces(arrays)
     total, capacity = sum(sizes.values()), len(arrays["edges"])
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, intact")
-    print(f"made        {_date(header.created)}, by lookahead-vllm {header.release}")
-    print(f"tokenizer   {header.tokenizer}")
+    print(f"made        {_date(about.created)}, by lookahead-vllm {about.release}")
+    print(f"tokenizer   {about.tokenizer}")
     print(
         f"n-grams     {total} of at most {capacity} ({total / capacity:.1%}); "
         f"{pruned} were pruned so far"
     )
-    print(f"namespaces  {header.namespaces}")
+    print(f"namespaces  {len(facts['namespaces'])}")
     namespaces = sorted(facts["namespaces"].items(), key=lambda item: -sizes.get(item[1], 0))
     for digest, space in namespaces[:MAX_NAMESPACES]:
         name = "   (the one without a name)" if digest == digest_of("") else ""
@@ -238,7 +237,7 @@ def check_arguments(options: argparse.Namespace) -> None:
     except UsageError as error:
         raise UsageError(f"--out: {error}") from None
     if options.add:
-        cache_file.read_header(options.out)
+        cache_file.read_about(options.out)
     elif options.out.exists():
         raise UsageError(f"--out: {options.out} exists; write --add to go on from it, or remove it")
     else:
