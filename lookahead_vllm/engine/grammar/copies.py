@@ -100,7 +100,7 @@ class GrammarCopies:
         grammar = None if request_id in self._unread else structured.grammar
         if self._manager is None or grammar is None or isinstance(grammar, Exception):
             return EMPTY_TREE
-        return GrammarTreeWalk(self._manager, request, tree, max_nodes, max_depth).run().tree
+        return GrammarTreeWalk(self._manager, request, tree, max_nodes, max_depth).run()
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import vllm
@@ -67,21 +67,6 @@ def split_masks(output: GrammarOutput, num_nodes: Sequence[int]) -> list[NDArray
     return np.split(masks, np.cumsum(np.array(num_nodes) + 1)[:-1])
 
 
-class GrammarDraft(NamedTuple):
-    """A draft tree that its grammar allows, with a mask for each node.
-
-    Attributes
-    ----------
-    tree
-        Without the nodes that the grammar forbids, and with the tokens that it dictates.
-    bitmask : int32 [n + 1, ceil(vocabulary / 32)]
-        The tokens allowed after the root, then after each node.
-    """
-
-    tree: DraftTree
-    bitmask: NDArray[np.int32]
-
-
 class GrammarTreeWalk:
     """Visits a draft tree depth first, while the request's grammar advances and rolls back.
 
@@ -136,19 +121,17 @@ class GrammarTreeWalk:
         self._visit(-1, [], self._state_after([])[1], True)
         return self._bits
 
-    def run(self) -> GrammarDraft:
+    def run(self) -> DraftTree:
+        """The tree without what the grammar forbids, and with the tokens that it dictates."""
         num_proposed = len(self._tokens)
         self._visit(-1, [], self._state_after([])[1], True)
         kept = [*sorted(self._kept), *range(num_proposed, len(self._tokens))]
         index = {-1: -1} | {node: i for i, node in enumerate(kept)}
-        return GrammarDraft(
-            DraftTree.from_lists(
-                [self._tokens[node] for node in kept],
-                [index[self._parents[node]] for node in kept],
-                [self._probs[node] for node in kept],
-                [self._sources[node] for node in kept],
-            ),
-            self._bits[[0, *(node + 1 for node in kept)]],
+        return DraftTree.from_lists(
+            [self._tokens[node] for node in kept],
+            [index[self._parents[node]] for node in kept],
+            [self._probs[node] for node in kept],
+            [self._sources[node] for node in kept],
         )
 
     def _visit(self, node: int, path: list[int], is_masked: bool, is_best: bool) -> None:
