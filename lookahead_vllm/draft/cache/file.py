@@ -44,7 +44,7 @@ class About(NamedTuple):
     tokenizer: str
     """The `fingerprint` of the tokenizer."""
     facts: dict[str, Any]
-    """The proposer's metadata; see `Cacheable.snapshot`."""
+    """The proposer's metadata; see `NGramTrieProposer.snapshot`."""
 
 
 def fingerprint(vocabulary: Mapping[Any, int]) -> str:
@@ -101,7 +101,7 @@ def save(
     path : Path
         The file; its directory must exist.
     arrays, facts
-        The result of `Cacheable.snapshot`.
+        The result of `NGramTrieProposer.snapshot`.
     tokenizer : str
         The fingerprint of the tokenizer.
     after_chunk : callable
