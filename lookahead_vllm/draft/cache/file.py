@@ -118,14 +118,14 @@ def save(
         The file could not be written; an existing one is unchanged.
     """
     about = About(FORMAT, __version__, time.time(), tokenizer, dict(facts))
+    npy: Any = np.lib.format
     with replacing(path) as file:
         with zipfile.ZipFile(file, "w") as archive:
             with archive.open(_ABOUT, "w") as part:
                 part.write(json.dumps(about._asdict()).encode())
             for name, array in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
-                    shape = np.lib.format.header_data_from_array_1_0(array)
-                    np.lib.format.write_array_header_1_0(part, shape)
+                    npy.write_array_header_1_0(part, npy.header_data_from_array_1_0(array))
                     for chunk in _copied_chunks(array, leave_out_private=name == "edges"):
                         part.write(chunk)
                         after_chunk()
