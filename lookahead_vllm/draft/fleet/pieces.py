@@ -1,4 +1,4 @@
-"""Pieces of answers, and the format in which replicas send them to each other.
+"""Pieces of answers, and the format in which members send them to each other.
 
 A message holds, in little-endian order: the number of pieces (u32), their sizes (u32 each), the
 hashes of the text before each piece (u64 [NUM_HASHES] each), and the tokens of all pieces (u32
