@@ -200,7 +200,7 @@ def runner_of(llm: LLM) -> Any:
 
 def learn_last_step(llm: LLM) -> None:
     """Let the proposer learn the last tokens of all; else it does so in the next step."""
-    runner_of(llm)._late.learn()
+    runner_of(llm)._late.count()
 
 
 def obstacle_of(llm: LLM) -> str | None:

@@ -178,7 +178,7 @@ class LookaheadRunner(DummyRuns):
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.finished_req_ids:
-            self._late.learn(wait=False)  # their last tokens have arrived, as they are finished
+            self._late.count(wait=False)  # their last tokens have arrived, as they are finished
         super().finish_requests(scheduler_output)
         for req_id in scheduler_output.finished_req_ids:
             self._late.finish(req_id)
@@ -569,7 +569,7 @@ class LookaheadRunner(DummyRuns):
 
     def shutdown(self) -> None:
         try:
-            self._late.learn()
+            self._late.count()
         finally:  # the device may have failed
             self.drafter.shutdown()
             self._grammars.shutdown()

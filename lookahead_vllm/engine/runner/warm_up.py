@@ -40,7 +40,7 @@ class WarmUpDrafts:
     def add_step(self, step: Step) -> None:
         """Do nothing."""
 
-    def learn(self, wait: bool = True) -> None:
+    def count(self, wait: bool = True) -> None:
         """Do nothing."""
 
     def would_pay(self, scheduled: Any) -> bool:
