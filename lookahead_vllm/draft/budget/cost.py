@@ -119,12 +119,8 @@ class CostCurve:
 
 
 class Load(NamedTuple):
-    """A step's work for requests that may not have drafts."""
+    """A step's work for requests that do not decode."""
 
-    decodes: int = 0
-    """Requests that decode one token."""
-    context: int = 0
-    """The sum of their context lengths, in tokens."""
     prefill: int = 0
     """Prompt tokens."""
     prompts: int = 0
@@ -132,9 +128,9 @@ class Load(NamedTuple):
     waits: bool = False
     """Whether the step waits for its drafts, even if it gets none: they are grown late."""
 
-    def progress(self, trees: int) -> int:
-        """What the step is worth without nodes, in tokens, if `trees` requests may have drafts."""
-        return trees + self.decodes + PROMPT_WEIGHT * self.prompts
+    def progress(self, decodes: int) -> int:
+        """What the step is worth without nodes, in tokens, if `decodes` requests decode."""
+        return decodes + PROMPT_WEIGHT * self.prompts
 
 
 class StepWork(NamedTuple):
@@ -353,7 +349,7 @@ class StepCost:
         Parameters
         ----------
         contexts : int64 [t]
-            The committed tokens before the root, of the requests that may have drafts.
+            The committed tokens before the root, of the requests that decode.
         load : Load
             The step's other work.
         num_nodes : int
@@ -361,7 +357,7 @@ class StepCost:
         """
         scale, fixed, drafts, request, node, read, causal, trees = self.weights.tolist()
         waiting, drafts = (drafts, 0.0) if load.waits else (0.0, drafts)
-        decodes = len(contexts) + load.decodes
+        decodes = len(contexts)
         first = decodes + load.prefill
         last = first - -num_nodes // self.parts
         curve = self.curve if load.prefill else self._with_drafts
@@ -370,13 +366,8 @@ class StepCost:
             last = curve.graphs.padded(last + 1)
         forward = scale * curve.between(first, last)
         plain = scale * float(self._without_drafts.between(decodes, decodes)[0])
-        base = (
-            plain
-            + fixed
-            + waiting
-            + request * decodes
-            + (read + causal) * (float(contexts.sum()) + load.context)
-        )
+        attention = (read + causal) * float(contexts.sum())
+        base = plain + fixed + waiting + request * decodes + attention
         forward += drafts - (forward[0] if load.prefill else plain)
         forward[0] = 0.0
         chain, tree = node + causal * contexts, node + trees * contexts
