@@ -28,10 +28,6 @@ NOISE_SHARE = 0.1
 MAX_SLOWDOWN = 3.0
 """A step's time counts up to this many times the prediction; the excess has another cause."""
 
-OVERESTIMATED_SHARE = 0.8
-"""The measurement at start was disturbed if a step takes less than this share of its time. What is
-not measured, such as sampling, only makes steps longer."""
-
 MIN_WEIGHT_SHARE = 0.2
 """No weight falls below this share of its value at start."""
 
@@ -295,13 +291,6 @@ class StepCost:
     def critical_decoding_length(self) -> int:
         """That of a forward pass with drafts, as measured at start; see CostCurve."""
         return self._with_drafts.critical_decoding_length
-
-    @property
-    def is_overestimated(self) -> bool:
-        """Whether a step of one token now takes clearly less time than was measured at start."""
-        features = self._features(StepWork(1, 1, 0, 0.0, 0.0, 0.0))
-        by_start = float(self._start @ features)
-        return self.slowdown * float(self.weights @ features) < OVERESTIMATED_SHARE * by_start
 
     def predict(self, work: StepWork) -> float:
         """The time of a step with this work, in the unit of the curve."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from llvmlite.binding import ffi
@@ -86,7 +85,6 @@ class LookaheadDrafter:
         self.proposer: Proposer = NoProposer()
         self._cache: CacheKeeper | None = None
         self._exchange: Exchange | None = None
-        self._cost_file: Path | None = None
         self.recorder = StepRecorder()
         self.max_model_len = vllm_config.model_config.max_model_len
         self.vocab_size = vllm_config.model_config.get_vocab_size()
@@ -103,12 +101,10 @@ class LookaheadDrafter:
         if not branching.has_drafts:
             self.max_step_nodes = 0
 
-    def begin(
-        self, vllm_config: VllmConfig, cost: StepCost | None, cost_file: Path | None = None
-    ) -> None:
+    def begin(self, vllm_config: VllmConfig, cost: StepCost | None) -> None:
         """Choose the proposer by the cost of a step, and make it on the rank that drafts.
 
-        `cost` is None if the budget is fixed; else `cost_file` keeps it for the next start.
+        `cost` is None if the budget is fixed.
         """
         self.options = self.options.for_step_cost(cost.critical_decoding_length if cost else 0)
         if not self.is_drafting_rank:
@@ -116,7 +112,6 @@ class LookaheadDrafter:
         num_tokens = vllm_config.scheduler_config.max_num_seqs * self.max_model_len
         self.proposer = make_proposer(self.options, num_tokens)
         self.proposer.cost = cost
-        self._cost_file = cost_file
         self._cache = open_cache(vllm_config, self.options, self.proposer)
         self._exchange = join_fleet(vllm_config, self.options, self.proposer)
         if self._exchange is not None:
@@ -159,16 +154,11 @@ class LookaheadDrafter:
             report.plain_seconds += cost.predict(work.without_drafts())
 
     def shutdown(self) -> None:
-        """Leave the fleet, save the cache, and remove a kept cost that serving disproved, because
-        the engine ends."""
+        """Leave the fleet, and save the cache, because the engine ends."""
         if self._exchange is not None:
             self._exchange.close()
         if self._cache is not None:
             self._cache.close()
-        cost = self.proposer.cost
-        if self._cost_file is not None and cost is not None and cost.is_overestimated:
-            with suppress(OSError):
-                self._cost_file.unlink(missing_ok=True)
 
     def checked(self, forest: DraftForest, max_nodes: Int64s) -> DraftForest:
         """The forest without malformed trees; `max_nodes` int64 [t]: of each tree."""

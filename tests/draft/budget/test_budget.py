@@ -203,12 +203,3 @@ def test_a_load_that_comes_and_goes_does_not_bring_back_the_prices_measured_at_s
         shares.append(cost.predict(work(2)) / cost.predict(work(1)) - 1)
     assert 0.08 < np.mean(shares[-500:]) < 0.14
     assert min(shares[-500:]) > 0.05 and max(shares[-500:]) < 0.18
-
-
-@pytest.mark.parametrize(("share", "is_overestimated"), [(0.5, True), (1.0, False), (3.0, False)])
-def test_steps_that_take_less_time_than_measured_disprove_the_measurement(share, is_overestimated):
-    cost = StepCost(CPU)
-    assert not cost.is_overestimated
-    for _ in range(40):
-        cost.observe(work(4), 25.0 * share)
-    assert cost.is_overestimated is is_overestimated

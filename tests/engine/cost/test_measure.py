@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from lookahead_vllm.draft.budget.cost import StepCost
 from lookahead_vllm.engine.cost import measure as step_cost
 from lookahead_vllm.engine.cost import timed_passes
 from lookahead_vllm.engine.cost.timed_passes import (
@@ -55,7 +54,6 @@ def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RunnerPasses, "_run", note)
     monkeypatch.setattr(timed_passes, "_seconds", time_of)
-    monkeypatch.setattr(StepCost, "is_overestimated", False)  # real steps are faster
 
 
 @pytest.fixture
