@@ -65,13 +65,6 @@ def fingerprint_without_tokenizer(model: str, vocab_size: int) -> str:
     return "model-" + hashlib.blake2b(f"{vocab_size} {model}".encode(), digest_size=16).hexdigest()
 
 
-def sizes_of_spaces(arrays: Mapping[str, NDArray[Any]]) -> dict[int, int]:
-    """The number of n-grams of answers in each space of a snapshot that has some."""
-    spaces = spaces_of(arrays["edges"])
-    found, sizes = np.unique(spaces[spaces > 0], return_counts=True)
-    return dict(zip(found.tolist(), sizes.tolist(), strict=True))
-
-
 def count_ngrams(arrays: Mapping[str, NDArray[Any]]) -> int:
     """The number of n-grams of answers in a snapshot; a file holds no others."""
     return int((spaces_of(arrays["edges"]) > 0).sum())
