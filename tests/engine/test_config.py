@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
