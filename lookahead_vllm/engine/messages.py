@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from vllm.v1.outputs import DraftTokenIds
 
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.engine.step_report import StepReport
 
 
 class LateReport(NamedTuple):
@@ -24,6 +25,8 @@ class LateReport(NamedTuple):
     """The number of nodes that were sent, by request id."""
     pays: bool
     """Whether drafts are worth their cost now, so that the scheduler should reserve slots."""
+    numbers: StepReport | None = None
+    """For the metrics."""
 
 
 _ATTRIBUTE = "lookahead"

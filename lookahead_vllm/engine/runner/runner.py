@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.engine import messages, patches, step_report
+from lookahead_vllm.engine import messages, patches
 from lookahead_vllm.engine.attention import branching
 from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
@@ -506,8 +506,8 @@ class LookaheadRunner(DummyRuns):
         step.chains = None if self.trained is None else self.trained.chains
         late.add_step(step)
         self._measure(step)
+        report = report._replace(numbers=self.drafter.recorder.take_report())
         messages.attach(output.model_runner_output, report)
-        step_report.attach(output.model_runner_output, self.drafter.recorder.take_report())
         return output
 
     def _keep_trees(self, step: Step) -> None:

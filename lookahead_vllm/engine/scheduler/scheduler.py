@@ -144,11 +144,10 @@ class LookaheadScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        self._report = step_report.attached(model_runner_output)
         report = messages.late_report(model_runner_output)
         sizes: Mapping[str, int] = {}
         if report is not None:
-            sizes = report.sizes
+            self._report, sizes = report.numbers, report.sizes
             if report.pays:
                 self._empty_steps = 0
             elif scheduler_output.scheduled_spec_decode_tokens:
