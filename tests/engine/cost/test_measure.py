@@ -228,15 +228,3 @@ def test_a_kept_cost_is_replaced_if_passes_are_faster_now(
             assert len(measured) == measurements
         (file,) = kept.iterdir()
         assert json.loads(file.read_text()) == measured[-1].times
-
-
-def test_a_kept_cost_that_serving_disproves_is_measured_again(
-    llama: Path, kept: Path, _slowed: dict[str, float], measured: list[Measurement]
-) -> None:
-    """The machine is as busy at every start, and never afterwards."""
-    _slowed["factor"] = 500.0
-    for start in (1, 2):
-        with engine(llama, AUTO, drafts=None) as llm:
-            assert len(measured) == start and len(list(kept.iterdir())) == 1
-            generate(llm, random_prompts(2, 10))
-        assert not list(kept.iterdir())
