@@ -30,6 +30,8 @@ class JacobiWindowProposer(HybridProposer):
     Requests share nothing: no namespace, no references.
     """
 
+    has_trie = False
+
     def __init__(self, options: LookaheadOptions, text_nodes: int = 0) -> None:
         super().__init__(replace(options, max_nodes=_NO_TRIE))
 
@@ -39,7 +41,6 @@ class JacobiWindowProposer(HybridProposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        proposer: str | None = None,
         spellings: Sequence[Sequence[int]] = (),
     ) -> None:
-        super().start(request_id, prompt, None, (), "jacobi_window")
+        super().start(request_id, prompt, None)

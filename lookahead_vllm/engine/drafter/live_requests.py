@@ -135,7 +135,7 @@ class LiveRequests:
         assert prompt is not None
         request.is_known = True
         with drafter.surviving("begin with a request"):
-            texts = options.references, options.proposer, options.spellings
+            texts = options.references, options.spellings
             drafter.proposer.start(req_id, prompt, options.namespace, *texts)  # type: ignore[arg-type]
             most = drafter.max_model_len if params.max_tokens is None else params.max_tokens
             stops = {params.eos_token_id, *(params.stop_token_ids or ())}
