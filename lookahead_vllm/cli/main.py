@@ -1,7 +1,5 @@
 """The console command `lookahead-vllm`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Inserts long texts a little at a time, for a share of each step, request by request."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Hashable

@@ -6,8 +6,6 @@ itself (`LookaheadRunner._grow`). The scheduler gets the numbers of nodes and wh
 back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

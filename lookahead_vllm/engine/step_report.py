@@ -6,8 +6,6 @@ the stats that vLLM sends with every output. `front_end/stat_logger.py` adds it 
 in several front-ends without loss and without counting twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

@@ -7,8 +7,6 @@ the client wrote, then a `RequestOptions` (`with_options`), then a dict with MAR
 (`fields_for_worker`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

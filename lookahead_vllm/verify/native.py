@@ -1,7 +1,5 @@
 """The compiled CPU kernels: built from all `cpu.cpp` at first use, cached, loaded with ctypes."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

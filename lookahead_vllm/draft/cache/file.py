@@ -4,8 +4,6 @@
 follow, a part for each.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

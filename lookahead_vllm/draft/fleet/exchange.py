@@ -7,8 +7,6 @@ got messages, so that a member reads only those. All keys expire, and all stream
 No step waits for the server: a slow or missing one costs what is not exchanged, and nothing else.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import secrets

@@ -1,7 +1,5 @@
 """A proposer's side of the exchange: what it sends, what it follows, and what has arrived."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from typing import NamedTuple

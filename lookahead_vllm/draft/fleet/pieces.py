@@ -6,8 +6,6 @@ each). With the hashes, a piece is inserted as if its request had run here; they
 tokens before the piece (`draft/trie/suffix.py`), so no more of the prompt is sent.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

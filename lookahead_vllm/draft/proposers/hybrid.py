@@ -1,7 +1,5 @@
 """All sources in one tree: the n-gram trie, the model's choices, and the lookahead branch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

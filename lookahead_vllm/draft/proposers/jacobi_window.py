@@ -3,8 +3,6 @@
 Source: Lookahead Decoding (Fu et al., ICML 2024), Algorithms 2 to 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

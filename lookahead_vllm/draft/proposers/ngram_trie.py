@@ -1,7 +1,5 @@
 """The proposer of the n-gram trie."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """The protocol of a proposer, through which the engine gets draft trees, and its argument types."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

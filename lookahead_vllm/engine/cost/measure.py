@@ -3,8 +3,6 @@
 Source: the critical decoding length, Lookahead (KDD 2024), section 3.2.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The kernels of logprobs, those of prompts included."""
 
-from __future__ import annotations
-
 import torch
 
 from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces

@@ -4,8 +4,6 @@ The patches are made in processes that make an engine with lookahead. Requests o
 it pass through unchanged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence

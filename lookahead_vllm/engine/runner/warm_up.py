@@ -1,7 +1,5 @@
 """Drafts for the made-up requests of vLLM's warm-up, so that it compiles what serving needs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 
