@@ -96,6 +96,8 @@ def test_a_fixed_budget_always_has_them() -> None:
 
 
 def test_without_choices_it_is_the_trie(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls in (NGramTrieProposer, HybridProposer):  # nothing is learned before the first request
+        monkeypatch.setattr(cls, "_compile", lambda _: None)
     without, trie = HybridProposer(OPTIONS), NGramTrieProposer(OPTIONS)
     without._use_choices(False)
     # Anything else of the branch raises.
