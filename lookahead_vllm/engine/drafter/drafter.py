@@ -1,31 +1,26 @@
 """The proposer of a worker, with all that it needs: cost, cache file, fleet, counters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llvmlite.binding import ffi
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from lookahead_vllm import compilation
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
+from lookahead_vllm.draft.cache.keeper import CacheKeeper
+from lookahead_vllm.draft.fleet.exchange import Exchange
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.proposers.proposer import NoProposer, Proposer
 from lookahead_vllm.draft.proposers.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config
+from lookahead_vllm.engine.attention.branching import Branching
 from lookahead_vllm.engine.drafter.cache import open_cache
 from lookahead_vllm.engine.drafter.fleet import join_fleet
 from lookahead_vllm.engine.drafter.recorder import Counters, StepRecorder
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from lookahead_vllm.draft.cache.keeper import CacheKeeper
-    from lookahead_vllm.draft.fleet.exchange import Exchange
-    from lookahead_vllm.engine.attention.branching import Branching
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -5,15 +5,13 @@ the scheduler reserves slots for drafts (`scheduler/scheduler.py`). The drafting
 them here once it has the tokens: it learns, grows, and sends what pays.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.v1.core.sched.output import NewRequestData
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int64s
@@ -35,9 +33,6 @@ from lookahead_vllm.engine.drafter.waiter import Waiter
 from lookahead_vllm.engine.grammar.copies import GrammarCopies
 from lookahead_vllm.engine.step.drafts import NOTHING_PLANNED, Drafts, Plan
 from lookahead_vllm.engine.step.step import Step
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import NewRequestData
 
 PROBE_EVERY = 4
 """While no slots are reserved, trees are grown in every fourth step, to see whether they pay."""

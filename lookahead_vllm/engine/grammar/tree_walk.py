@@ -1,26 +1,21 @@
 """Draft trees under a grammar: remove forbidden nodes, add dictated ones, mask every node."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import vllm
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from lookahead_vllm.draft.sources import GRAMMAR
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import patches
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-    from vllm.v1.structured_output import StructuredOutputManager
-    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
-
 
 MAX_TOKEN_LENGTH = 16
 """Characters of a dictated text that are encoded for each token that may be drafted."""

@@ -1,24 +1,25 @@
 """vLLM's Model Runner V2 with draft trees that are grown late: draft, trim, place, verify."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.states import RequestState
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
@@ -51,12 +52,6 @@ from lookahead_vllm.engine.step.step import State, Step
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.outputs import DraftTokenIds
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.states import RequestState
 
 _TREES = "lookahead_trees"
 """Attribute of what a pipeline stage awaits from the last one: the `ComputedTrees` of that step."""

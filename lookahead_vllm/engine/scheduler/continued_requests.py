@@ -5,24 +5,18 @@ grammars, encoder inputs, what ends with it. Most requests of a step need none o
 counted here in a short loop, and vLLM's gets the others.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
-from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
 
 MOST_ENDED = 64
 """So many ended requests may be remembered, or as many as twice those that are live."""

@@ -5,21 +5,17 @@ prompts in chunks, encoder inputs, connectors, preemption. Here the requests onl
 token and their slots. What follows the loop is vLLM's own code.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import Request
 
 from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.request import Request
 
 
 class DecodeSteps:

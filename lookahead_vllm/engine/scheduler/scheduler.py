@@ -1,15 +1,17 @@
 """vLLM's scheduler, which reserves slots for drafts that the workers grow late."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine import config, messages, step_report
@@ -23,13 +25,6 @@ from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
 from lookahead_vllm.engine.scheduler.decode_steps import DecodeSteps
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 from lookahead_vllm.options import request as request_options
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-    from vllm.v1.request import Request
-    from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 PAUSE_AFTER_STEPS = 16
 """After this many steps in a row whose slots were all left empty, none are reserved until the
