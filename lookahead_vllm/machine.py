@@ -1,7 +1,5 @@
 """The machine: its processor, the cores of this process and the installed versions."""
 
-from __future__ import annotations
-
 import os
 import platform
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Check whether lookahead works here: this machine, this vLLM, this GPU."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """The `kernel` decorator: numba compilation with a cache on disk."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable

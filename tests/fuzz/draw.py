@@ -164,11 +164,6 @@ def draw_round(
         _add_references(rng, requests)
     if lookahead["proposer"] in ("ngram_trie", "hybrid") and draws.has("conversations", 0.4):
         _add_conversations(rng, requests, settings["max_model_len"])
-    if lookahead["proposer"] == "hybrid":
-        for request in rng.sample(requests, len(requests) // 2):
-            request.features.add("a proposer of its own")
-            chosen = rng.choice(["hybrid", "ngram_trie", "jacobi_window"])
-            request.params.setdefault("extra_args", {})["lookahead_proposer"] = chosen
     # After a preemption, plain vLLM restarts its count of thinking tokens; and a prompt in chunks
     # would start again and again.
     may_reset = model not in HYBRIDS and features.isdisjoint({"thinking", "chunked prefill"})

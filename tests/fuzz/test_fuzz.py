@@ -46,7 +46,6 @@ def test_every_feature_is_drawn() -> None:
         *(f"structured output, {k}" for k in ("json", "regex", "choice", "grammar", "xgrammar")),
         *(
             "structured output after reasoning",
-            "a proposer of its own",
             "namespace",
             "cache salt",
             "reference",

@@ -1,7 +1,5 @@
 """The proposer of the n-gram trie."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -99,6 +97,9 @@ class NGramTrieProposer(Proposer):
     `sessions.py`, or eliminated when the request ends.
     """
 
+    has_trie = True
+    """Whether it learns texts and answers."""
+
     def __init__(self, options: LookaheadOptions, text_nodes: int = 0, num_lines: int = 0) -> None:
         self.options = options
         self.trie = Trie(options.max_nodes, text_nodes)
@@ -135,7 +136,6 @@ class NGramTrieProposer(Proposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        proposer: str | None = None,
         spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         """See Proposer. The whole prompt is indexed; an end of sequence in it is a token.
@@ -150,8 +150,6 @@ class NGramTrieProposer(Proposer):
         row = self._texts.add(request_id)
         self._texts.hashes[row] = hashes = hashes_of(tokens)
         spaces = self._texts.spaces[row]
-        with_trie = proposer != "jacobi_window"
-        with_choices = len(self._lines) > 0 and proposer != "ngram_trie"
         own = shared = NO_SPACE
         digest = None
         if namespace is not None:
@@ -159,7 +157,7 @@ class NGramTrieProposer(Proposer):
             shared = self.shared_space(digest)
             if self.fleet is not None and shared != NO_SPACE:
                 self.fleet.follow(digest, shared)
-        if with_trie:
+        if self.has_trie:
             # References are in the text's space, too, and are for this request alone.
             keeps = shared != NO_SPACE and not texts
             spelled = [np.array(text, np.int32) for text in spellings]
@@ -168,9 +166,9 @@ class NGramTrieProposer(Proposer):
                 self._texts.sessions[row], own = session, session.space
         elif shared == NO_SPACE:
             own = self.trie.new_private(EXPECTED_ANSWER_TOKENS)
-        if with_choices:
+        if len(self._lines):
             self._texts.keep_choices_in(row, shared or own)
-        if not with_trie:
+        if not self.has_trie:
             return
         spaces[OWN], spaces[ANSWERS] = own, shared
         if texts:

@@ -1,7 +1,5 @@
 """The kernels of logprobs, those of prompts included."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,33 +1,27 @@
 """The proposer of a worker, with all that it needs: cost, cache file, fleet, counters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 from llvmlite.binding import ffi
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from lookahead_vllm import compilation, machine
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
+from lookahead_vllm.draft.cache.keeper import CacheKeeper
+from lookahead_vllm.draft.fleet.exchange import Exchange
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.proposers.proposer import NoProposer, Proposer
 from lookahead_vllm.draft.proposers.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config
+from lookahead_vllm.engine.attention.branching import Branching
 from lookahead_vllm.engine.drafter.cache import open_cache
 from lookahead_vllm.engine.drafter.fleet import join_fleet
 from lookahead_vllm.engine.drafter.recorder import Counters, StepRecorder
-
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
-
-    from lookahead_vllm.draft.cache.keeper import CacheKeeper
-    from lookahead_vllm.draft.fleet.exchange import Exchange
-    from lookahead_vllm.engine.attention.branching import Branching
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -103,7 +97,6 @@ class LookaheadDrafter:
         self.proposer: Proposer = NoProposer()
         self._cache: CacheKeeper | None = None
         self._exchange: Exchange | None = None
-        self._cost_file: Path | None = None
         self.recorder = StepRecorder()
         self.max_model_len = vllm_config.model_config.max_model_len
         self.vocab_size = vllm_config.model_config.get_vocab_size()
@@ -124,12 +117,10 @@ class LookaheadDrafter:
         if not branching.has_drafts:
             self.max_step_nodes = 0
 
-    def begin(
-        self, vllm_config: VllmConfig, cost: StepCost | None, cost_file: Path | None = None
-    ) -> None:
+    def begin(self, vllm_config: VllmConfig, cost: StepCost | None) -> None:
         """Choose the proposer by the cost of a step, and make it on the rank that drafts.
 
-        `cost` is None if the budget is fixed; else `cost_file` keeps it for the next start.
+        `cost` is None if the budget is fixed.
         """
         self.options = self.options.for_step_cost(cost.critical_decoding_length if cost else 0)
         if not self.is_drafting_rank:
@@ -138,7 +129,6 @@ class LookaheadDrafter:
         self.proposer = make_proposer(self.options, num_tokens)
         self.proposer.cost = cost
         self.proposer.use_threads(num_growers(vllm_config.parallel_config))
-        self._cost_file = cost_file
         self._cache = open_cache(vllm_config, self.options, self.proposer)
         self._exchange = join_fleet(vllm_config, self.options, self.proposer)
         if self._exchange is not None:
@@ -181,16 +171,11 @@ class LookaheadDrafter:
             report.plain_seconds += cost.predict(work.without_drafts())
 
     def shutdown(self) -> None:
-        """Leave the fleet, save the cache, and remove a kept cost that serving disproved, because
-        the engine ends."""
+        """Leave the fleet, and save the cache, because the engine ends."""
         if self._exchange is not None:
             self._exchange.close()
         if self._cache is not None:
             self._cache.close()
-        cost = self.proposer.cost
-        if self._cost_file is not None and cost is not None and cost.is_overestimated:
-            with suppress(OSError):
-                self._cost_file.unlink(missing_ok=True)
 
     def checked(self, forest: DraftForest, max_nodes: Int64s) -> DraftForest:
         """The forest without malformed trees; `max_nodes` int64 [t]: of each tree."""

@@ -1,7 +1,5 @@
 """Waits for the tokens of a step."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

@@ -53,7 +53,7 @@ def test_a_second_engine_starts_warm_and_a_damaged_file_is_set_aside(
 ) -> None:
     cache = tmp_path / "a.cache"
     cold, answers = serve_once(model, cache)
-    assert cache_file.read_header(cache).namespaces == 1
+    assert len(cache_file.read_about(cache).facts["namespaces"]) == 1
 
     warm, same_answers = serve_once(model, cache)
     assert same_answers == answers
