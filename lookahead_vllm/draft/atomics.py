@@ -4,8 +4,6 @@ Every operation is also a fence: what a thread wrote before it, another one sees
 the element.
 """
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 

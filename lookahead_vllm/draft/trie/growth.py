@@ -8,8 +8,6 @@ them. A thread that sleeps takes as long to wake as ten trees take to grow. So `
 threads shortly before the tokens arrive, and they wait for the trees in compiled code.
 """
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from queue import SimpleQueue

@@ -1,7 +1,5 @@
 """The compiled calls of a step: the tokens of the last one in, the trees of the next one out."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
