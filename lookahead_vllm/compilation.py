@@ -13,8 +13,6 @@ What compiles when:
 - a CPU's kernels for the rows of a step (`engine/cpu_kernels/` too): in the worker's warm-up.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

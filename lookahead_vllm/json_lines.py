@@ -1,7 +1,5 @@
 """Files of JSON lines: one value a line, in UTF-8."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files kept for later processes: replaced atomically, and set aside if they are refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

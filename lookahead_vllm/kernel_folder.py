@@ -1,7 +1,5 @@
 """The folder that keeps code compiled on this machine for later processes."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import logging

@@ -1,7 +1,5 @@
 """The machine: its processor, the cores of this process and the installed versions."""
 
-from __future__ import annotations
-
 import os
 import platform
 from contextlib import suppress
@@ -21,6 +19,17 @@ def use_all_cores() -> None:
     if CPUS_AT_START:
         with suppress(OSError):  # a core may be offline by now
             os.sched_setaffinity(0, CPUS_AT_START)
+
+
+def num_cores() -> int:
+    """The cores that this process may use: the machine's, or its container's if those are less."""
+    count = len(CPUS_AT_START) or os.cpu_count() or 1
+    limit = Path("/sys/fs/cgroup/cpu.max")  # microseconds of CPU time, and in how many
+    if limit.is_file():
+        quota, _, period = limit.read_text().partition(" ")
+        if quota.isdecimal() and period.strip().isdecimal():
+            count = min(count, max(1, int(quota) // int(period)))
+    return count
 
 
 def memory_bytes() -> int:

@@ -19,7 +19,7 @@ KERNELS = {"numpy", "torch", "triton", "draft", "verify"}
 ALLOWED: dict[str, set[str]] = {
     "": {"numpy", "options", "draft/*", "verify/*"},
     "options": {"numpy"},
-    "draft": {"numpy", "numba"},
+    "draft": {"numpy", "numba", "llvmlite"},
     "draft/budget": {"numpy", "draft"},
     "draft/trie": {"numpy", "draft"},
     "draft/window": {"numpy", "options", "draft", "draft/budget"},

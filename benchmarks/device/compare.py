@@ -76,6 +76,7 @@ class Simulation:
             drafter=method.drafter,
             prefix_caching=options.prefix_caching,
             graphs=options.graphs,
+            growers=options.growers,
             trace=options.trace and str(options.trace.absolute()),
         )
         environment = {

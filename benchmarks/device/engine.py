@@ -70,6 +70,8 @@ class Job:
     prefix_caching: bool
     graphs: bool
     """Whether lookahead's steps run in graphs; see `graphs.py`."""
+    growers: int
+    """Threads that grow trees beside the step's own."""
     trace: str | None
     """The file for a trace of further steps."""
 
@@ -189,7 +191,10 @@ def measure(job: Job) -> Callable[[], Measurement]:
     device = SimulatedDevice(clock)
     from vllm import SamplingParams, TokensPrompt
 
+    from lookahead_vllm.engine.drafter import drafter
+
     stand_ins.install(device)
+    drafter.num_growers = lambda parallel: job.growers
     work = HostWork(clock)
     work.watch()
     if job.graphs:

@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks.command_line import positives
 from benchmarks.device.rows import METHODS
 from lookahead_vllm.cli.arguments import check_output, positive
+from lookahead_vllm.machine import num_cores
 from lookahead_vllm.options.server import MAX_DECODING_LENGTH
 
 DESCRIPTION = """\
@@ -156,6 +157,14 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="lookahead launches its model, and what follows it, as graphs, as it does on a GPU",
     )
+    add(
+        "--growers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="threads that grow trees beside the step's own, for which the machine needs as many "
+        "idle cores (default: 0; on a GPU, up to 3)",
+    )
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
     add(
         "--trace",
@@ -179,3 +188,7 @@ def check(options: argparse.Namespace) -> None:
         )
     if not options.device_ms > 0 or min(options.token_us, options.host_delay_ms) < 0:
         raise OptionsError("--device-ms must be above 0, --token-us and --host-delay-ms at least 0")
+    if not 0 <= options.growers < num_cores():
+        raise OptionsError(
+            f"--growers {options.growers} must be less than the {num_cores()} cores of this machine"
+        )

@@ -1,7 +1,5 @@
 """Argument types, checks and the output that several command lines share."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

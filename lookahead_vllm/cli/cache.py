@@ -1,4 +1,4 @@
-"""Build a cache file from documents or past answers, or print the contents of one."""
+"""Build a cache file from documents or past answers, so that a server starts warm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from lookahead_vllm.cli.arguments import check_output, positive
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.warming import Renderer, TextError, check_texts, learn, read_texts
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.kept_file import RefusedFileError
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.server import LookaheadOptions
@@ -25,19 +24,7 @@ from lookahead_vllm.options.server import LookaheadOptions
 if TYPE_CHECKING:
     from lookahead_vllm.cli.server_renderer import ServerRenderer
 
-MAX_NAMESPACES = 20
-"""The number of namespaces that `info` lists."""
-
 EPILOG = """\
-examples:
-  lookahead-vllm cache build --model MODEL --texts manual.txt answers.jsonl --out warm.cache
-  vllm serve MODEL --speculative-config '{"method": "lookahead", "cache_path": "warm.cache"}'
-  lookahead-vllm cache info warm.cache
-
-The exit status is 0, 2 for wrong options, texts or files, 130 after Ctrl-C.
-"""
-
-BUILD_EPILOG = """\
 texts:
   FILE.jsonl, where every line is one of
     {"text": "a document"}
@@ -61,6 +48,7 @@ The file holds hashes of the texts and the tokens that followed them: protect it
 
 example:
   lookahead-vllm cache build --model MODEL --texts manual.txt answers.jsonl --out warm.cache
+  vllm serve MODEL --speculative-config '{"method": "lookahead", "cache_path": "warm.cache"}'
 
 The exit status is 0, 2 for wrong options, texts or files, 130 after Ctrl-C. Unless it is 0,
 nothing was written.
@@ -68,18 +56,15 @@ nothing was written.
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; `run` and `error` of the parsed options belong to the chosen command."""
-    raw = argparse.RawDescriptionHelpFormatter
+    """The command line; `build` is the only thing to do with a cache file."""
     result = argparse.ArgumentParser(
-        prog="lookahead-vllm cache", description=__doc__, epilog=EPILOG, formatter_class=raw
+        prog="lookahead-vllm cache build",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = result.add_subparsers(metavar="COMMAND", required=True)
-    line = "learn texts into a cache file, so that a server starts warm"
-    build = commands.add_parser(
-        "build", help=line, description=line, epilog=BUILD_EPILOG, formatter_class=raw
-    )
-    build.set_defaults(run=build_cache, error=build.error)
-    add = build.add_argument
+    result.add_argument("command", choices=["build"], help=argparse.SUPPRESS)
+    add = result.add_argument
     add("--model", required=True, help="as for vllm serve; only its tokenizer is loaded")
     add("--texts", nargs="+", type=Path, required=True, metavar="FILE", help="see below")
     add("--out", type=Path, required=True, metavar="FILE", help="the cache file to write")
@@ -91,10 +76,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"capacity in n-grams (default: {LookaheadOptions.max_nodes})",
     )
-    line = "print the contents of a cache file: n-grams, namespaces, tokenizer"
-    info = commands.add_parser("info", help=line, description=line)
-    info.set_defaults(run=print_info, error=info.error)
-    info.add_argument("out", type=Path, metavar="FILE", help="the cache file")
     return result
 
 
@@ -142,37 +123,6 @@ def full_namespace(name: str) -> str:
     from lookahead_vllm.options.request import shared_namespace
 
     return shared_namespace("namespace", None, None, name) or "" if name else ""
-
-
-def print_info(options: argparse.Namespace) -> None:
-    """`cache info`."""
-    path: Path = options.out
-    header = cache_file.read_header(path)
-    arrays, facts = cache_file.load(path)
-    pruned = restored(arrays, facts).trie.num_pruned
-    sizes = cache_file.sizes_of_spaces(arrays)
-    total, capacity = sum(sizes.values()), len(arrays["edges"])
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, intact")
-    print(f"made        {_date(header.created)}, by lookahead-vllm {header.release}")
-    print(f"tokenizer   {header.tokenizer}")
-    print(
-        f"n-grams     {total} of at most {capacity} ({total / capacity:.1%}); "
-        f"{pruned} were pruned so far"
-    )
-    print(f"namespaces  {header.namespaces}")
-    namespaces = sorted(facts["namespaces"].items(), key=lambda item: -sizes.get(item[1], 0))
-    for digest, space in namespaces[:MAX_NAMESPACES]:
-        name = "   (the one without a name)" if digest == digest_of("") else ""
-        print(f"  {digest}  {sizes.get(space, 0):>10} n-grams{name}")
-    if len(namespaces) > MAX_NAMESPACES:
-        print(f"  and {len(namespaces) - MAX_NAMESPACES} smaller ones")
-
-
-def _date(seconds: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return "at no valid date"
 
 
 def restored(arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> NGramTrieProposer:
@@ -238,7 +188,7 @@ def check_arguments(options: argparse.Namespace) -> None:
     except UsageError as error:
         raise UsageError(f"--out: {error}") from None
     if options.add:
-        cache_file.read_header(options.out)
+        cache_file.read_about(options.out)
     elif options.out.exists():
         raise UsageError(f"--out: {options.out} exists; write --add to go on from it, or remove it")
     else:
@@ -307,13 +257,14 @@ def learn_files(
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; `--help` explains the exit status."""
-    options = parser().parse_args(argv)
+    arguments = parser()
+    options = arguments.parse_args(argv)
     try:
-        options.run(options)
+        build_cache(options)
     except RefusedFileError as error:
-        options.error(f"{options.out}: {error}")
+        arguments.error(f"{options.out}: {error}")
     except OSError as error:
-        options.error(f"{error.filename or options.out}: {error.strerror or error}")
+        arguments.error(f"{error.filename or options.out}: {error.strerror or error}")
     except (UsageError, OptionError, TextError) as error:
-        options.error(str(error))
+        arguments.error(str(error))
     return 0

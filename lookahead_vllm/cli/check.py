@@ -1,7 +1,5 @@
 """Check whether lookahead works here: this machine, this vLLM, this GPU."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util
@@ -142,8 +140,7 @@ def find_device() -> Finding:
 
     kind = str(current_platform.device_type or "")
     if kind == "cpu":
-        count = len(machine.CPUS_AT_START) or os.cpu_count()
-        return Finding("ok", f"CPU: {machine.cpu_name()}, {count} cores")
+        return Finding("ok", f"CPU: {machine.cpu_name()}, {machine.num_cores()} cores")
     if kind == "cuda" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         text = (

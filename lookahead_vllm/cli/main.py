@@ -1,7 +1,5 @@
 """The console command `lookahead-vllm`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys
@@ -12,7 +10,7 @@ from lookahead_vllm.cli.arguments import escape_unprintable
 
 COMMANDS = {
     "check": "check whether lookahead works here: this machine, this vLLM, this GPU",
-    "cache": "build a cache file from texts, or print the contents of one",
+    "cache": "build a cache file from texts",
     "simulate": "compare proposers on recorded generations, without a model",
 }
 """Subcommands and their help. Each is `main` of the module of that name in this folder.

@@ -3,8 +3,6 @@
 Each inserts a prompt as in its engine: at once.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Texts as a server with the same model renders them: by vLLM's own code, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import logging

@@ -1,7 +1,5 @@
 """Compare proposers without a model: recorded generations replayed as the engine would."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Inserts long texts a little at a time, for a share of each step, request by request."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -40,13 +38,13 @@ class _Text:
 
 
 class _Arrivals:
-    """The request whose texts come from other replicas."""
+    """The request whose texts come from other members of a fleet."""
 
 
 class InsertionQueue:
     """Inserts long texts over several steps, so that no request delays the others.
 
-    Requests take turns of CHUNK_TOKENS tokens; all texts of other replicas count as one request.
+    Requests take turns of CHUNK_TOKENS tokens; all texts of other members count as one request.
     The length of a step is the time between the last two calls of `end_step`; a step inserts for a
     share of it, and at most one turn longer. While a device computes, `work_for` inserts more.
 
@@ -70,7 +68,7 @@ class InsertionQueue:
         self._waiting: dict[Hashable, deque[Work]] = {}
         """By request, in the order of their turns."""
         self._arrived: deque[_Text] = deque()
-        """Texts of other replicas that are not in `_waiting`; another thread uses it, too."""
+        """Texts of other members that are not in `_waiting`; another thread uses it, too."""
 
     def add(self, request: Hashable, insert: Callable[[Int32s], None], tokens: Int32s) -> None:
         """Queue `tokens` int32 [n] for `insert`, in parts, after the request's earlier texts."""
@@ -115,10 +113,10 @@ class InsertionQueue:
         length = math.inf if last is None else now - last
         self._left = min(self.share * length, self.seconds)
 
-    # ---- texts of other replicas, from another thread --------------------------------------------
+    # ---- texts of other members, from another thread ---------------------------------------------
 
     def arrive(self, insert: Callable[[Int32s], None], tokens: Int32s) -> None:
-        """As `add`, for a text of another replica."""
+        """As `add`, for a text of another member."""
         self._arrived.append(_Text(insert, tokens))
 
     @property

@@ -1,7 +1,5 @@
 """The `kernel` decorator: numba compilation with a cache on disk."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable
@@ -20,7 +18,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: Callable[..., Any], nogil: bool = False) -> Any:
     """Compile the decorated function with numba at its first call, and cache the code on disk.
 
     numba recompiles a cached kernel when the kernel's own file changes, but not when the file of
@@ -28,7 +26,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     a hash of all sources that may hold kernels. If there is no usable folder, each process
     compiles for itself.
     """
-    compiled = numba.njit(error_model="numpy")(function)
+    compiled = numba.njit(error_model="numpy", nogil=nogil)(function)
     default_folder = numba.config.CACHE_DIR
     try:
         numba.config.CACHE_DIR = _folder()

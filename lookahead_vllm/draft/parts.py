@@ -4,8 +4,6 @@ Source: Lookahead Decoding (ICML 2024), section 3.4, which splits its window and
 Here any draft trees are split.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The progress of live requests, in arrays, so that one compiled call handles a whole step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

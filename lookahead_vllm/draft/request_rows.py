@@ -1,7 +1,5 @@
 """Which row of an array belongs to which live request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether a release of vLLM is one whose sources have been compared with what lookahead uses."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

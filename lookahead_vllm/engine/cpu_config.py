@@ -4,8 +4,6 @@ vLLM would choose its first runner there. An engine with lookahead gets a config
 worker that brings the kernels (`cpu_kernels/`). A vLLM whose Triton runs on CPUs keeps its own.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

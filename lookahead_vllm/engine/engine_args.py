@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from lookahead_vllm.draft.proposers.registry import CLASS_PATHS
-from lookahead_vllm.options.allowed import Allowed, OptionError, check_name
+from lookahead_vllm.options.allowed import OptionError, check_name
 from lookahead_vllm.options.server import ALLOWED, KEY, LookaheadOptions
 
 if TYPE_CHECKING:
@@ -17,10 +16,6 @@ if TYPE_CHECKING:
 
 OURS = (KEY, f"[{KEY}]")
 """Lookahead as a method or a model."""
-
-PACKAGE = "lookahead_vllm."
-CLASSES = {PACKAGE + path.rpartition(".")[2]: name for name, path in CLASS_PATHS.items()}
-"""Names of proposers by their classes, as vLLM's method custom_class wants them."""
 
 FLAGS = {
     "method": ("spec_method", "--spec-method"),
@@ -36,7 +31,7 @@ MISSPELLED = (
 
 def requests_lookahead(args: Any) -> bool:
     """Whether these engine arguments, of any release of vLLM, request lookahead."""
-    return any(name in OURS or _is_class(name) for name in _names(args))
+    return any(name in OURS for name in _names(args))
 
 
 def misspelled_name(args: Any) -> str | None:
@@ -58,10 +53,6 @@ def _names(args: Any) -> list[Any]:
     fields_of_args = ("spec_method", "spec_model", "speculative_model")
     names = [getattr(args, name, None) for name in fields_of_args]
     return [*names, *(given.values() if isinstance(given, Mapping) else [given])]
-
-
-def _is_class(model: Any) -> bool:
-    return isinstance(model, str) and model.startswith(PACKAGE)
 
 
 def requested_options(args: EngineArgs) -> LookaheadOptions:
@@ -91,11 +82,7 @@ def requested_options(args: EngineArgs) -> LookaheadOptions:
             )
         settings[key] = value
     method, model = settings.pop("method", None), settings.pop("model", None)
-    if _is_class(model):
-        Allowed(tuple(CLASSES)).check("model", model, next(iter(CLASSES)))
-        settings.setdefault("proposer", CLASSES[model])
-        model = None
-    if method not in (None, *OURS, "custom_class") or model not in (None, *OURS):
+    if method not in (None, *OURS) or model not in (None, *OURS):
         raise OptionError(
             f"method {method!r} was given with model {model!r}, but lookahead is a method of its "
             'own and needs no draft model; write {"method": "lookahead"} without a model'

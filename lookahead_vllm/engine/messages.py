@@ -2,11 +2,9 @@
 
 The drafting rank grows the trees after their step was scheduled, and sends them to the other ranks
 itself (`LookaheadRunner._grow`). The scheduler gets the numbers of nodes and whether drafts pay
-(`LateReport`), and under a grammar the trees (`drafts_of`); the runner gets pauses, and blocks that
-were given back.
+(`LateReport`), and under a grammar the trees (`drafts_of`); the runner gets blocks that were given
+back.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple
 from vllm.v1.outputs import DraftTokenIds
 
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.engine.step_report import StepReport
 
 
 class LateReport(NamedTuple):
@@ -24,10 +23,11 @@ class LateReport(NamedTuple):
     """The number of nodes that were sent, by request id."""
     pays: bool
     """Whether drafts are worth their cost now, so that the scheduler should reserve slots."""
+    numbers: StepReport | None = None
+    """For the metrics."""
 
 
 _ATTRIBUTE = "lookahead"
-_PAUSE = "lookahead_pause"
 _KEPT_BLOCKS = "lookahead_kept_blocks"
 
 
@@ -52,17 +52,6 @@ def forest_of(drafts: DraftTokenIds) -> DraftForest:
     """The trees of `drafts_of`."""
     forest: DraftForest = getattr(drafts, _ATTRIBUTE)
     return forest
-
-
-def attach_pause(scheduler_output: Any, seconds: float) -> None:
-    """Send the time in which the engine did not run since the step before."""
-    setattr(scheduler_output, _PAUSE, seconds)
-
-
-def pause_before(scheduler_output: Any) -> float:
-    """The seconds in which the engine did not run since the step before."""
-    seconds: float = getattr(scheduler_output, _PAUSE, 0.0)
-    return seconds
 
 
 def attach_kept_blocks(scheduler_output: Any, kept: Mapping[str, list[int]]) -> None:

@@ -4,8 +4,6 @@
 `seams.md`. Importing this module costs next to nothing: every vLLM process does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Exchange of values between pipeline stages."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from vllm.distributed.parallel_state import get_pp_group

@@ -5,8 +5,6 @@ arguments they add two flags and a choice of --spec-method to `--help`, and noth
 modules are imported when lookahead is requested, most of them after `compatibility.check`.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

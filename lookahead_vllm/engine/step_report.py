@@ -1,23 +1,17 @@
 """The numbers of a step for the metrics, and how they get from the worker to the front-end.
 
-The worker fills a `StepReport` and attaches it to the step's output. The scheduler moves it into
+The worker fills a `StepReport` and sends it with a `LateReport`. The scheduler moves it into
 the stats that vLLM sends with every output. `front_end/stat_logger.py` adds it to the metrics that
 `/metrics` serves. Each report covers its own step only, so reports of several engines can be added
 in several front-ends without loss and without counting twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm.v1.metrics.stats import SchedulerStats
 
 from lookahead_vllm.draft.sources import NAMES
-
-_REPORT = "lookahead_report"
-"""The attribute of `ModelRunnerOutput` that holds the report."""
 
 
 @dataclass
@@ -33,12 +27,11 @@ class StepReport:
     """Accepted nodes, by source."""
     lengths: dict[int, int] = field(default_factory=dict)
     """Requests with a draft, counted by the tokens that they emitted (accepted nodes + 1)."""
-    budgets: list[int] = field(default_factory=list)
+    nodes_sent: list[int] = field(default_factory=list)
     """Nodes of all trees, for each step in which a request could have had a draft; 0 if no node
     was worth its cost."""
     costs: list[tuple[float, float]] = field(default_factory=list)
-    """(predicted, measured) seconds of each step that was predicted and measured. Time in
-    which the engine does not run does not count."""
+    """(predicted, measured) seconds of each step that was predicted and measured."""
     plain_seconds: float = 0.0
     """The predicted time of the same steps without their drafts."""
     draft_seconds: float = 0.0
@@ -77,16 +70,6 @@ class ReportingStats(SchedulerStats):
     """vLLM's stats of a step with our report; vLLM's own code ignores the field."""
 
     lookahead: StepReport | None = None
-
-
-def attach(output: Any, report: StepReport) -> None:
-    """Send `report` with a `ModelRunnerOutput`."""
-    setattr(output, _REPORT, report)
-
-
-def attached(output: Any) -> StepReport | None:
-    """The report that came with a `ModelRunnerOutput`."""
-    return getattr(output, _REPORT, None)
 
 
 def with_report(stats: SchedulerStats | None, report: StepReport | None) -> SchedulerStats | None:

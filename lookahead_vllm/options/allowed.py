@@ -1,7 +1,5 @@
 """What an option may be, and the sentence that refuses everything else."""
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Collection

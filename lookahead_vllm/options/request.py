@@ -7,8 +7,6 @@ the client wrote, then a `RequestOptions` (`with_options`), then a dict with MAR
 (`fields_for_worker`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -22,12 +20,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lookahead_vllm.options.allowed import Allowed, OptionError, check_name
-from lookahead_vllm.options.server import KEY, PROPOSERS, LookaheadOptions
+from lookahead_vllm.options.allowed import OptionError, check_name
+from lookahead_vllm.options.server import KEY, LookaheadOptions
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-NAMES = ("reference", "namespace", "enabled", "proposer")
+NAMES = ("reference", "namespace", "enabled")
 FLAT = {f"{KEY}_{name}": name for name in NAMES}
 
 PREDICTION = f"{KEY}_prediction"
@@ -64,8 +62,6 @@ class RequestOptions:
     n-grams with those of the same namespace, and with none if it is None."""
     enabled: bool = True
     """False: no drafts, and nothing is learned from the request."""
-    proposer: str | None = None
-    """One of PROPOSERS, in place of the server's "hybrid"."""
     is_predicted: bool = False
     """The references are OpenAI's `prediction`: the answer says how many draft tokens there
     were."""
@@ -108,10 +104,8 @@ def parse_options(
             options["is_predicted"] = spelling == "prediction"
         elif name == "namespace":
             options[name] = _namespace(spelling, value)
-        elif name == "enabled":
-            options[name] = _enabled(spelling, value)
         else:
-            options[name] = _proposer(spelling, value, server)
+            options[name] = _enabled(spelling, value)
     if not options.get("enabled", True):
         options["references"] = ()  # checked, but not used
     elif isinstance(results := extra_args.get(TOOL_RESULTS), tuple):
@@ -253,18 +247,6 @@ def _enabled(spelling: str, value: Any) -> bool:
     if not isinstance(value, bool | int | float) or value not in (0, 1):
         raise _wrong(spelling, value, "be true or false", f"leave {spelling} out")
     return bool(value)
-
-
-def _proposer(spelling: str, value: Any, server: LookaheadOptions) -> str:
-    if server.proposer != "hybrid":
-        raise OptionError(
-            f"{spelling}={reprlib.repr(value)} was given, but this server's proposer is "
-            f"{server.proposer!r}; leave it out, or start the server with "
-            '"proposer": "hybrid"'
-        )
-    Allowed(PROPOSERS).check(spelling, value, server.proposer)
-    name: str = value
-    return name
 
 
 # ---- on the way to the worker --------------------------------------------------------------------

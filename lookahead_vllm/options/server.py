@@ -96,7 +96,7 @@ class LookaheadOptions:
     cache_path: str | None = None
     """The file that keeps the trie for the next start."""
     share_with: str | None = None
-    """The server through which replicas of this engine learn from each other's answers."""
+    """The server through which engines of this model learn from each other's answers."""
     client_options: str = "all"
     """Which options of requests are not ignored."""
 

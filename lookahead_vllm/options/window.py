@@ -3,8 +3,6 @@
 Source: Lookahead Decoding (Fu et al., ICML 2024), section 3 and Table 4.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 MAX_WINDOW_SIZE = 128

@@ -1,7 +1,5 @@
 """Results of a simulation as a picture."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The proposers that can be simulated, by name and settings."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

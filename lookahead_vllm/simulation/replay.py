@@ -4,8 +4,6 @@ Source: LLMA (2023), Algorithm 2, extended to trees: the recorded output stands 
 and the longest path of each draft tree that agrees with it is accepted.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

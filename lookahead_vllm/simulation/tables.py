@@ -1,7 +1,5 @@
 """Tables of simulation results, in Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Traces: recorded generations, read from JSON lines."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -6,8 +6,6 @@ drafts without probabilities, the output has the distribution of SpecInfer's mul
 (section 4.3) and of Algorithm 4 of Lookahead Decoding. Greedy decoding is a special case.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

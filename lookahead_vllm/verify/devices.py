@@ -4,8 +4,6 @@ A noun is a folder of `verify/`. Its `__init__.py` describes the arguments and c
 modules beside it have functions of the same names for one device each, and say only what differs.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Literal

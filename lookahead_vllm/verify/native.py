@@ -1,7 +1,5 @@
 """The compiled CPU kernels: built from all `cpu.cpp` at first use, cached, loaded with ctypes."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib
@@ -129,26 +127,8 @@ def _run(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
-def _link(path: Path) -> ctypes.CDLL:
-    """Load a library, or its copy in the temporary folder if its own is mounted with noexec."""
-    try:
-        return ctypes.CDLL(str(path))
-    except _LOAD_ERRORS as error:
-        with suppress(*_LOAD_ERRORS), tempfile.NamedTemporaryFile(suffix=".so") as copy:
-            copy.write(path.read_bytes())
-            copy.flush()
-            library = ctypes.CDLL(copy.name)
-            logger.info(
-                "Lookahead's compiled kernels are loaded from a copy in %s: %s.",
-                tempfile.gettempdir(),
-                error,
-            )
-            return library
-        raise
-
-
 def _open(path: Path) -> ctypes.CDLL:
-    library = _link(path)
+    library = ctypes.CDLL(str(path))
     for name, arguments in (
         ("tree_attention", [pointer, pointer, i32]),
         ("move_kv", [pointer, i64, i64, i64, i64, pointer, pointer, i32, i32]),

@@ -1,7 +1,5 @@
 """Copies from the host to a device that do not wait for the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

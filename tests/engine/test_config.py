@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,6 @@ def test_every_way_to_enable_it_means_the_same(model: Path) -> None:
     given = {"num_speculative_tokens": 12, "max_nodes": 9000}
     options = LookaheadOptions.from_dict(given)
     text = json.dumps({"method": "lookahead", **given})
-    path = "lookahead_vllm.NGramTrieProposer"
     for made_config in (
         made(model, speculative_config={"method": "lookahead", **given}),
         made(model, speculative_config={"model": "[lookahead]", **given}),
@@ -82,8 +80,6 @@ def test_every_way_to_enable_it_means_the_same(model: Path) -> None:
         assert made_config.speculative_config.method == "ngram_gpu"
         assert made_config.speculative_config.num_speculative_tokens == 12
         assert made_config.parallel_config.worker_cls.endswith(".LookaheadCPUWorker")
-    by_path = made(model, speculative_config={"method": "custom_class", "model": path, **given})
-    assert config.options_of(by_path) == replace(options, proposer="ngram_trie")
 
 
 @pytest.mark.parametrize(
@@ -226,12 +222,6 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ({"proposer": "oracle"}, {}, "oracle", "ngram_trie"),
         ({"model": "org/draft"}, {}, "org/draft", "without a model"),
         ({"method": "ngram", "model": "[lookahead]"}, {}, "ngram", '"method": "lookahead"'),
-        (
-            {"model": "lookahead_vllm.NgramTrie"},
-            {},
-            "NgramTrie",
-            "lookahead_vllm.NGramTrieProposer",
-        ),
         ({"num_speculative_tokens": 4}, {"spec_tokens": 5}, "5", "once"),
         ({}, LAUNCHED, "external_launcher", "'mp'"),
         ({}, {"worker_cls": ELSEWHERE}, ELSEWHERE, "worker_cls='auto'"),

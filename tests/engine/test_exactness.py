@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,9 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
+from lookahead_vllm.draft.trie import growth
+from lookahead_vllm.engine.drafter import drafter
+from lookahead_vllm.engine.drafter.waiter import Waiter
 from tests.support.driving import (
     GREEDY,
     drafter_of,
@@ -183,6 +187,24 @@ def test_valid_drafts_never_change_the_output(
             assert counters.trees and not counters.accepted_nodes
         if proposer == "always_right":
             assert counters.accepted_nodes == counters.nodes > 0
+
+
+def test_threads_that_grow_trees_change_no_output(
+    llama: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter, "num_growers", lambda parallel: 2)
+    # A CPU's steps have ended when they were launched, so it never waits.
+    monkeypatch.setattr(Waiter, "wait", lambda self, step, stand_by=lambda: None: stand_by())
+    calls, compiled = list[int](), growth.help_grow
+
+    def help_grow(*arguments: Any) -> None:
+        calls.append(threading.get_ident())
+        compiled(*arguments)
+
+    monkeypatch.setattr(growth, "help_grow", help_grow)
+    with engine(llama, TRIE, max_num_seqs=len(PROMPTS), async_scheduling=True) as llm:
+        assert generate(llm, PROMPTS) == plain.greedy
+    assert len(calls) > 20 and len({*calls}) == 2
 
 
 def test_malformed_trees_are_not_verified(llama: Path, plain: Plain) -> None:

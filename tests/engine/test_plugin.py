@@ -188,7 +188,6 @@ def test_lookahead_under_another_release_is_refused_with_one_sentence(
         {"speculative_config": {"method": "lookahead"}},
         {"speculative_config": {"model": "[lookahead]"}},
         {"speculative_config": "lookahead"},
-        {"speculative_config": {"model": "lookahead_vllm.NGramTrieProposer"}},
         {"spec_model": "[lookahead]"},
         {"spec_method": "lookahead"},
         {"speculative_model": "[lookahead]"},

@@ -10,6 +10,8 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.request import RequestStatus
 
 from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
+from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of
+from tests.support.models import save_config
 from tests.support.proposers import record
 
 SEEDED = SamplingParams(
@@ -73,4 +75,22 @@ def test_a_seeded_session_draws_as_plain_vllm_after_a_stop_inside_a_draft(llama:
     with engine(llama, {"proposer": "always_right", "budget": 16}) as llm:
         assert answers_of(llm, stop, sampling=SEEDED) == vanilla
         assert drafter_of(llm).counters.accepted_nodes > len(vanilla[0])
+    assert vanilla[0][-1] == stop and len(vanilla[-1]) > 1
+
+
+def test_recurrent_states_are_those_before_a_stop_if_no_step_is_in_flight(tmp_path: Path) -> None:
+    """Where blocks are larger with lookahead, too."""
+    model = save_config("nemotron_h", tmp_path, HYBRIDS)
+    settings = CACHING | settings_of("nemotron_h") | {"async_scheduling": False}
+    lookahead = {**MODES["hidden_path"], "num_speculative_tokens": 32, "budget": 32}
+    with engine(model, **settings) as plain:
+        text = generate(plain, TURNS[:1])[0][0]
+        stop = next(token for i, token in enumerate(text) if i > 5 and token not in text[:i])
+        vanilla = answers_of(plain, stop)
+        context = [*TURNS[0], *vanilla[0][:-1], *TURNS[1]]
+        assert generate(plain, [context])[0][0][: len(vanilla[1])] == vanilla[1]
+        block = plain.llm_engine.vllm_config.cache_config.block_size
+    with engine(model, lookahead, drafts=None, **settings) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.block_size > block
+        assert answers_of(llm, stop) == vanilla
     assert vanilla[0][-1] == stop and len(vanilla[-1]) > 1

@@ -25,7 +25,7 @@ def test_ranks_verify_the_same_trees(
     with engine(llama, lookahead, **two_ranks) as llm:
         check_lookahead(llm, plain_of_two_ranks)
     assert len(list(tmp_path.glob("lookahead_step_cost/*"))) <= 1  # none if it was disturbed
-    assert cache_file.read_header(cache).namespaces == 1
+    assert len(cache_file.read_about(cache).facts["namespaces"]) == 1
 
 
 def test_each_rank_runs_its_part_of_a_trained_drafter(

@@ -43,6 +43,9 @@ to these bits, plain vLLM itself gives another answer in another batch. A differ
 shows too, in one of eight other batches or with one of 24 random changes to the last bits of its
 logits, is counted as a tie and not as a mismatch.
 
+Over an fp8 KV cache, last bits also decide to which value a key or a value is rounded. A difference
+is a tie, too, if plain vLLM shows it once it rounds some of those elements the other way.
+
 On a CPU, plain vLLM runs Model Runner V2, as lookahead does. In one of eight rounds, lookahead's
 engine and worker run in other processes, in a pipeline of two stages, or as two replicas, and only
 outputs are compared.

@@ -164,11 +164,6 @@ def draw_round(
         _add_references(rng, requests)
     if lookahead["proposer"] in ("ngram_trie", "hybrid") and draws.has("conversations", 0.4):
         _add_conversations(rng, requests, settings["max_model_len"])
-    if lookahead["proposer"] == "hybrid":
-        for request in rng.sample(requests, len(requests) // 2):
-            request.features.add("a proposer of its own")
-            chosen = rng.choice(["hybrid", "ngram_trie", "jacobi_window"])
-            request.params.setdefault("extra_args", {})["lookahead_proposer"] = chosen
     # After a preemption, plain vLLM restarts its count of thinking tokens; and a prompt in chunks
     # would start again and again.
     may_reset = model not in HYBRIDS and features.isdisjoint({"thinking", "chunked prefill"})
@@ -176,7 +171,10 @@ def draw_round(
     # Sessions keep KV while they wait, and plain vLLM keeps the thinking tokens of earlier turns.
     may_have_sessions = features.isdisjoint({"thinking", "preemption", "resets"})
     if draws.has("sessions", 0.3 * may_have_sessions):
-        _add_sessions(rng, requests, settings["max_model_len"])
+        # When plain vLLM finds a stop, the step in flight has read one token more into recurrent
+        # states. What the next turn reads depends on the size of the blocks.
+        may_stop = model not in HYBRIDS or "prefix caching" not in features
+        _add_sessions(rng, requests, settings["max_model_len"], may_stop)
     return Round(
         model,
         settings,
@@ -334,8 +332,13 @@ def _add_conversations(rng: random.Random, requests: list[Request], max_model_le
             request.spellings = [_draw_tokens(rng, rng.randint(1, 100))]
 
 
-def _add_sessions(rng: random.Random, requests: list[Request], max_model_len: int) -> None:
-    """Make streaming sessions of a third of the requests that can be one."""
+def _add_sessions(
+    rng: random.Random, requests: list[Request], max_model_len: int, may_stop: bool
+) -> None:
+    """Make streaming sessions of a third of the requests that can be one.
+
+    `may_stop` is whether a turn may end before its `max_tokens`.
+    """
     possible = [
         request
         for request in requests
@@ -356,6 +359,11 @@ def _add_sessions(rng: random.Random, requests: list[Request], max_model_len: in
         if rng.random() < 0.5:
             request.features.add("stop_token_ids")
             params["stop_token_ids"] = rng.sample(range(SPECIAL, VOCAB), 10)
+        if not may_stop:
+            params.pop("stop_token_ids", None)
+            params["ignore_eos"] = True
+            request.features.discard("stop_token_ids")
+            request.features.add("ignore_eos")
         if params["temperature"] == 0 and rng.random() < 0.3:
             params["seed"] = rng.randrange(10**6)
         request.prompt = request.prompt[:32]

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from typing import Any
 from unittest import mock
+
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from lookahead_vllm.engine.step import sampler
 from lookahead_vllm.options import request as request_options
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+from tests.fuzz.play import Rounds
+
+MANY_ROWS = 16
+"""A step with so many rows reads a prompt, rather than nodes of a draft."""
 
 
 def _wrong_mask_bit(build: Any) -> Any:
@@ -38,6 +46,39 @@ def _noise_of_the_next_position(sample: Any) -> Any:
     return wrong
 
 
+def _in_lookahead(write: Callable[..., None]) -> Callable[[Any], Any]:
+    """A wrapper of the part of a round with lookahead: `write` writes K and V there.
+
+    It gets vLLM's own function and its arguments.
+    """
+
+    def wrapper(play_lookahead: Any) -> Any:
+        own = CPUAttentionBackendImpl.do_kv_cache_update
+
+        def wrong(*args: Any) -> Any:
+            changed = partialmethod(lambda *given: write(own, *given))
+            with mock.patch.object(CPUAttentionBackendImpl, own.__name__, changed):
+                return play_lookahead(*args)
+
+        return wrong
+
+    return wrapper
+
+
+def _stale(own: Any, impl: Any, layer: Any, *given: Any) -> None:
+    key, value, kv_cache, slots = given
+    before = getattr(layer, "slots_before", slots[:0])
+    layer.slots_before = slots.clone()
+    own(impl, layer, key, value, kv_cache, slots.where(~torch.isin(slots, before), -1))
+
+
+def _shifted(own: Any, impl: Any, layer: Any, *given: Any) -> None:
+    key, value, kv_cache, slots = given
+    if 1 < len(slots) < MANY_ROWS and slots[-1] == slots[-2] + 1:
+        key = torch.cat([key[:-1], key[-2:-1]])
+    own(impl, layer, key, value, kv_cache, slots)
+
+
 Patch = tuple[Any, str, Callable[[Any], Any]]
 """The object and the attribute that are replaced, and the wrapper of the original."""
 
@@ -48,6 +89,10 @@ BUGS: dict[str, list[Patch]] = {
     "namespace": [(request_options, "shared_namespace", _one_namespace)],
     # Nodes are sampled with the noise of the next position.
     "noise": [(sampler.RootSampler, "sample", _noise_of_the_next_position)],
+    # In an fp8 cache, K and V of a rejected node are not overwritten.
+    "stale cache": [(Rounds, "_play_lookahead", _in_lookahead(_stale))],
+    # There, K of a step's last node is that of the row before it.
+    "shifted cache": [(Rounds, "_play_lookahead", _in_lookahead(_shifted))],
 }
 
 

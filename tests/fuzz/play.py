@@ -22,7 +22,6 @@ from vllm.inputs import EmbedsPrompt, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from lookahead_vllm.draft.fleet import exchange
 from lookahead_vllm.draft.proposers.registry import CLASS_PATHS
@@ -30,8 +29,9 @@ from lookahead_vllm.draft.trie import sessions
 from lookahead_vllm.engine.drafter.recorder import Counters
 from lookahead_vllm.options import request as request_options
 from tests.fuzz.isolation import GENERATION_PROMPT, Leak, LeakDetector
+from tests.fuzz.last_bits import Element, perturbed_logits, rounded_otherwise
 from tests.fuzz.processes import counters_of, engine_elsewhere
-from tests.fuzz.replies import Difference, Reply, differences
+from tests.fuzz.replies import Difference, Reply, agreement, differences
 from tests.fuzz.round import TWO_STAGES, Request, Round
 from tests.fuzz.spies import Branching, branching_requests, chains_alone, recorded_drafts
 from tests.support import drafters, proposers
@@ -45,12 +45,9 @@ from tests.support.redis_server import RedisServer
 from tests.support.tokenizer import save_tokenizer
 
 CONFIGS = drafters.CONFIGS | HYBRIDS
-LAST_BITS = 4e-6
-"""How much another order of additions may change a logit in float32, relative to the largest logit.
-
-The attention scores of these models are large: lookahead's kernel and PyTorch both differ from
-float64 by up to 1.2e-5 of an output's mean."""
 PERTURBATIONS = 24
+ROUNDINGS = 150
+"""The most replays with other roundings of an fp8 KV cache."""
 MAX_STEPS = 20_000
 SHORT_SESSIONS = {
     "MIN_TOKENS": 8,
@@ -340,10 +337,12 @@ class Rounds:
             server.kill()
 
     def _is_tie(self, round_: Round, index: int, reply: Reply) -> bool:
-        """Whether plain vLLM also gives this reply, in another batch or with perturbed logits.
+        """Whether plain vLLM also gives this reply, in another batch, with perturbed logits, or
+        with other roundings of its fp8 KV cache.
 
         The last bits of float32 sums depend on the shape of the batch. Two tokens that are equally
-        likely up to those bits may therefore change places in plain vLLM, too.
+        likely up to those bits may therefore change places in plain vLLM, too, and an element of an
+        fp8 KV cache may be rounded to another value.
         """
         request = replace(round_.requests[index], arrival=0)
         others = [replace(r, arrival=0) for i, r in enumerate(round_.requests) if i != index]
@@ -357,6 +356,33 @@ class Rounds:
                     plain = play(llm, [request], self._adapters)[0]
                 if not differences([request], [plain], [reply]):
                     return True
+            return "fp8 cache" in round_.features and self._is_rounding(llm, request, reply)
+
+    def _is_rounding(self, llm: LLM, request: Request, reply: Reply) -> bool:
+        """Whether plain vLLM gives this reply if it rounds some elements of its fp8 KV cache to the
+        other neighbour, all of them elements whose last bits decide about the neighbour.
+
+        They are found one by one: one that makes the replies agree longer stays rounded.
+        """
+
+        def replay(elements: set[Element]) -> tuple[Reply, list[Element]]:
+            llm.reset_prefix_cache()  # so that all K and V are written again
+            with rounded_otherwise(elements) as near:
+                return play(llm, [request], self._adapters)[0], near
+
+        rounded: set[Element] = set()
+        plain, untried = replay(rounded)
+        agreed = agreement(plain, reply)
+        for _ in range(ROUNDINGS):
+            if not untried:
+                break
+            trial = {*rounded, untried.pop(0)}
+            plain, near = replay(trial)
+            if not differences([request], [plain], [reply]):
+                return True
+            if agreement(plain, reply) > agreed:
+                agreed, rounded = agreement(plain, reply), trial
+                untried = [element for element in near if element not in rounded]
         return False
 
     @contextmanager
@@ -430,23 +456,6 @@ def _references(request: Request, replies: Sequence[Reply]) -> list[list[int]]:
         for r in request.references
     ]
     return [text for some in texts for text in some if text]
-
-
-@contextmanager
-def perturbed_logits(seed: int) -> Iterator[None]:
-    """Add noise to all logits before sampling, `LAST_BITS` of the largest one."""
-    rng = torch.Generator().manual_seed(seed)
-
-    def with_noise(sample: Any) -> Any:
-        def perturbed(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            largest = logits.nan_to_num(0, 0, 0).abs().amax(dim=-1, keepdim=True)
-            noise = (2 * torch.rand(logits.shape, generator=rng) - 1).to(logits.device)
-            return sample(self, logits + noise * LAST_BITS * largest, *args, **kwargs)
-
-        return perturbed
-
-    with mock.patch.object(Sampler, "__call__", with_noise(Sampler.__call__)):
-        yield
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile, zip_longest
 from typing import Any
 
 from tests.fuzz.round import Request
@@ -93,6 +94,21 @@ def differences(
                         Difference(i, "prompt_logprobs", a.prompt_logprobs, b.prompt_logprobs)
                     )
     return found
+
+
+def agreement(a: Reply, b: Reply) -> int:
+    """How many tokens of the prompt and of all answers are alike, with their logprobs, before the
+    first one of each answer that is not."""
+    texts = [(a.prompt_logprobs or (), b.prompt_logprobs or ())]
+    for k in a.answers.keys() & b.answers.keys():
+        texts.append(tuple(_with_logprobs(reply.answers[k]) for reply in (a, b)))
+    return sum(
+        len(list(takewhile(lambda pair: alike(*pair), zip(*pair, strict=False)))) for pair in texts
+    )
+
+
+def _with_logprobs(answer: Answer) -> list[tuple[int, Any]]:
+    return list(zip_longest(answer.tokens, answer.logprobs))
 
 
 def _begins_alike(a: list[int], b: list[int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +12,11 @@ import pytest
 
 from tests.fuzz import play
 from tests.fuzz.draw import REQUEST_FEATURES, draw_round
+from tests.fuzz.last_bits import rounded_otherwise
 from tests.fuzz.plant import BUGS, planted
 from tests.fuzz.play import Rounds
-from tests.fuzz.replies import Answer, Reply, alike, differences
-from tests.fuzz.round import Round
+from tests.fuzz.replies import LOGPROB_TOLERANCE, Answer, Reply, agreement, alike, differences
+from tests.fuzz.round import Request, Round
 from tests.support import forks
 from tests.support.models import TINY
 
@@ -52,7 +54,6 @@ def test_every_feature_is_drawn() -> None:
         *(f"structured output, {k}" for k in ("json", "regex", "choice", "grammar", "xgrammar")),
         *(
             "structured output after reasoning",
-            "a proposer of its own",
             "namespace",
             "cache salt",
             "reference",
@@ -69,6 +70,13 @@ def shows_leaks(round_: Round) -> bool:
     return has_namespaces and is_checked and round_.lookahead["share"] == "namespace"
 
 
+def shows(bug: str, round_: Round) -> bool:
+    """Whether a round may show a planted bug."""
+    if "cache" in bug:
+        return "fp8 cache" in round_.features
+    return bug != "namespace" or shows_leaks(round_)
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play, "PERTURBATIONS", 2)  # to save time: a difference is hardly a tie
@@ -78,9 +86,7 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
         for number in itertools.count()
     )
     suitable = (
-        round_
-        for round_ in drawn
-        if len(round_.requests) < FEW_REQUESTS and (bug != "namespace" or shows_leaks(round_))
+        round_ for round_ in drawn if len(round_.requests) < FEW_REQUESTS and shows(bug, round_)
     )
     with planted(bug):
         for round_ in itertools.islice(suitable, 20):
@@ -88,6 +94,31 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
             if played.leaks if bug == "namespace" else played.differences:
                 return
     pytest.fail(f"20 rounds did not find {bug}")
+
+
+def test_other_roundings_of_an_fp8_cache_are_ties(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(play, "PERTURBATIONS", 0)
+    params = dict(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=-1)
+    request = Request(list(range(30, 90)), params)
+    settings = dict(max_model_len=256, max_logprobs=-1, block_size=32, kv_cache_dtype="fp8_e5m2")
+    round_ = Round("llama", settings, {}, {}, [request], {"fp8 cache"})
+    rounds = Rounds(tmp_path)
+    with rounds._engine(round_) as llm:
+        with rounded_otherwise() as near:
+            [plain] = play.play(llm, [request], ())
+        for element in near:
+            with rounded_otherwise([element]):
+                [rounded] = play.play(llm, [request], ())
+            if differences([request], [plain], [rounded]):
+                break
+    wrong = deepcopy(rounded)
+    for alternative in wrong.answers[0].logprobs[-1].values():
+        alternative.logprob += 10 * LOGPROB_TOLERANCE
+    assert differences([request], [plain], [rounded])
+    assert rounds._is_tie(round_, 0, rounded)
+    assert not rounds._is_tie(round_, 0, wrong)
 
 
 def test_nothing_is_found_without_a_planted_bug(tmp_path: Path) -> None:
@@ -133,6 +164,15 @@ def logprobs(**values: float) -> dict[str, SimpleNamespace]:
 )
 def test_logprobs_are_alike_up_to_rounding_and_ties(a: object, b: object, same: bool) -> None:
     assert alike(a, b) is alike(b, a) is same
+
+
+def test_agreement_counts_the_tokens_before_the_first_that_differs() -> None:
+    near = [logprobs(a=-1.0), logprobs(a=-1.5), logprobs(a=-2.0)]
+    far = [logprobs(a=-1.0), logprobs(a=-1.6), logprobs(a=-2.0)]
+    plain = Reply({0: Answer([1, 2, 3]), 1: Answer([4, 5, 6], logprobs=near)}, [None, *near])
+    ours = Reply({0: Answer([1, 3, 3]), 1: Answer([4, 5, 6], logprobs=far)}, [None, *far])
+    assert agreement(plain, plain) == 3 + 3 + 4
+    assert agreement(plain, ours) == agreement(ours, plain) == 1 + 1 + 2
 
 
 def test_a_difference_names_what_differs() -> None:

@@ -147,7 +147,7 @@ VALUES: dict[str, str] = {
     "50,000 nested dicts": '{"a": ' * 50_000 + "5" + "}" * 50_000,
     "a list without an end": "[1, 2",
 }
-NAMES = ("reference", "namespace", "enabled", "proposer")
+NAMES = ("reference", "namespace", "enabled")
 STRANGE_NAMES: dict[str, str] = {
     "a name that is not known": "lookahead_depth",
     "a name with a dash": "lookahead-namespace",
@@ -171,7 +171,7 @@ def expected_of(name: str, value: str) -> Expected:
         "reference": _is_reference,
         "namespace": lambda v: isinstance(v, str) and 0 < len(v) <= MAX_NAMESPACE,
         "enabled": lambda v: isinstance(v, bool | int | float) and v in (0, 1),
-    }.get(name, lambda v: False)(parsed)
+    }[name](parsed)
     return "either" if valid else "refused"
 
 

@@ -81,8 +81,7 @@ def test_every_way_to_write_an_option_is_read(
             {"lookahead": {"depth": 3}},
             ["'depth' was", "reference, namespace, enabled", "out"],
         ),
-        ({"lookahead_propose": "hybrid"}, ["did you mean 'lookahead_proposer'?"]),
-        ({"lookahead_proposer": "hybrid"}, ["proposer is 'auto'", '"proposer": "hybrid"']),
+        ({"lookahead_enable": False}, ["did you mean 'lookahead_enabled'?"]),
         ({"lookahead": [1]}, ["=[1] was", "a dict"]),
         ({"lookahead": "off"}, ["lookahead='off' was", "a dict", '{"lookahead_enabled": false}']),
         ({"lookahead_enabled": "false"}, ["='false' was", "true or false", "leave lookahead_en"]),
@@ -156,22 +155,6 @@ def test_an_option_where_vllm_ignores_it_is_refused(
 )
 def test_an_option_where_vllm_reads_it_is_not(body: Any) -> None:
     check_places(body)
-
-
-HYBRID = LookaheadOptions(proposer="hybrid").for_model(7e9)
-
-
-def test_a_request_chooses_its_proposer() -> None:
-    extra_args = {"lookahead_proposer": "ngram_trie"}
-    options = parse_options(extra_args, VOCAB, HYBRID)
-    assert options == RequestOptions(proposer="ngram_trie")
-    in_worker, _ = options_in_worker(fields_for_worker(extra_args, options))
-    assert in_worker.proposer == "ngram_trie"
-
-
-def test_a_wrong_proposer_says_what_to_write() -> None:
-    with pytest.raises(OptionError, match=r"='jacobi' was .*; write \"jacobi_window\""):
-        parse_options({"lookahead_proposer": "jacobi"}, VOCAB, HYBRID)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify import native
 from lookahead_vllm.verify.attention import PagedCall, paged_attention
 from lookahead_vllm.verify.attention.cpu import TreeCall, tree_attention
-from lookahead_vllm.verify.layout.paged_batch import PagedBatch
+from lookahead_vllm.verify.layout.paged_batch import CAUSAL, PagedBatch, query_tokens
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from tests.support.packing import pack
 
@@ -230,16 +230,25 @@ class PagedAttentionCase(AttentionCase):
         self.paged_batch = self._build_paged_batch()
 
     def _build_paged_batch(self) -> PagedBatch:
+        """The trees, and after them the requests without a mask, as buffers of graphs hold them."""
         masked = [i for i in range(len(self.trees)) if i not in self.causal]
-        columns = [
-            np.array([column[i] for i in indices], np.int32)
-            for indices in (masked, self.causal)
-            for column in (self.batch.requests, self.batch.starts, self.contexts)
-        ]
-        sizes = [len(self.trees[i]) + 1 for i in self.causal]
-        return PagedBatch.build(
-            TreeBatch.build([self.trees[i] for i in masked], *columns[:3]),
-            causal=(*columns[3:5], sizes, columns[5]),
+        order = [*masked, *self.causal]
+        columns = (self.batch.requests, self.batch.starts, self.batch.sizes, self.batch.contexts)
+        requests, starts, sizes, contexts = (column[order] for column in columns)
+        count = len(masked)
+        of_trees = (column[:count].numpy() for column in (requests, starts, contexts))
+        batch = PagedBatch.build(TreeBatch.build([self.trees[i] for i in masked], *of_trees))
+        return replace(
+            batch,
+            requests=requests,
+            starts=starts,
+            sizes=sizes,
+            contexts=contexts,
+            firsts=torch.cat((batch.firsts, torch.full_like(sizes[count:], CAUSAL))),
+            places=sizes.cumsum(0, dtype=torch.int32) - sizes,
+            tokens=torch.from_numpy(query_tokens(starts.numpy(), sizes.numpy())),
+            max_size=int(sizes.max()),
+            max_context=int(contexts.max()),
         )
 
     def run(self, impl: Attend, batch: PagedBatch | None = None) -> torch.Tensor:

@@ -10,14 +10,12 @@ from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import ConstantList, Request
 
 from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
 from lookahead_vllm.engine.scheduler.decode_steps import DecodeSteps
-from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
 
 _LISTS = ("_output_token_ids", "_all_token_ids", "block_hashes", "events", "spec_token_ids")
 
@@ -138,15 +136,14 @@ def comparing_steps(schedule: Callable[..., Any]) -> Callable[..., Any]:
         copies = {request.request_id: _copy_of(request) for request in scheduler.running}
         vllm: Any = _OfVLLM(scheduler, copies)
         vllm.running = list(copies.values())
-        manager = scheduler.kv_cache_manager
-        allocate = manager.allocate_slots
+        allocate = self._allocate
 
-        def allocate_and_note(request: Request, count: int, **kwargs: Any) -> Any:
-            blocks = allocate(request, count, **kwargs)
+        def allocate_and_note(request: Request, count: int) -> Any:
+            blocks = allocate(request, count)
             vllm.allocated[request.request_id] = count, blocks
             return blocks
 
-        with mock.patch.object(manager, "allocate_slots", allocate_and_note):
+        with mock.patch.object(self, "_allocate", allocate_and_note):
             output: SchedulerOutput = schedule(self)
         expected = AsyncScheduler.schedule(vllm)
         assert not vllm.allocated
@@ -164,16 +161,17 @@ def comparing_steps(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def comparing_blocks(allocate: Callable[..., Any]) -> Callable[..., Any]:
-    """`HeldBlocks.allocate_slots`; AssertionError if vLLM's code changes or allocates more."""
+    """`DecodeSteps._allocate`; AssertionError if vLLM's code changes or allocates more."""
 
     @functools.wraps(allocate)
-    def both(self: HeldBlocks, request: Request, *args: Any, **kwargs: Any) -> Any:
-        blocks = allocate(self, request, *args, **kwargs)
-        if blocks is self.empty_kv_cache_blocks:
-            singles = self.coordinator.single_type_managers
+    def both(self: DecodeSteps, request: Request, count: int) -> Any:
+        blocks = allocate(self, request, count)
+        manager = self._scheduler.kv_cache_manager
+        if blocks is manager.empty_kv_cache_blocks:
+            singles, ahead = self._groups, self._scheduler.num_lookahead_tokens
             req_id = request.request_id
             cached = [single.num_cached_block.get(req_id) for single in singles]
-            again = KVCacheManager.allocate_slots(self, request, *args, **kwargs)
+            again = manager.allocate_slots(request, count, num_lookahead_tokens=ahead)
             assert again is not None and not any(again.blocks)
             assert cached == [single.num_cached_block.get(req_id) for single in singles]
         return blocks
@@ -194,8 +192,6 @@ def counted_twice() -> Iterator[None]:
     with (
         mock.patch.object(ContinuedRequests, "count", comparing(ContinuedRequests.count)),
         mock.patch.object(DecodeSteps, "_schedule", comparing_steps(DecodeSteps._schedule)),
-        mock.patch.object(
-            HeldBlocks, "allocate_slots", comparing_blocks(HeldBlocks.allocate_slots)
-        ),
+        mock.patch.object(DecodeSteps, "_allocate", comparing_blocks(DecodeSteps._allocate)),
     ):
         yield

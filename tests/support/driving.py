@@ -21,7 +21,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from lookahead_vllm.engine.attention.branching import branching_obstacle
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
-from lookahead_vllm.engine.step_report import attached
+from lookahead_vllm.engine.messages import late_report
 
 # Engines start and stop faster this way: vLLM's many garbage collections become one at the end of
 # an engine, model classes are inspected in this process, and the CPU platform's kernels replace
@@ -105,8 +105,8 @@ def _count_verified(scheduler: Any) -> list[int]:
     update = scheduler.update_from_output
 
     def update_and_count(step: Any, output: Any) -> Any:
-        if (report := attached(output)) is not None:
-            verified.append(sum(report.verified))
+        if (report := late_report(output)) is not None and report.numbers is not None:
+            verified.append(sum(report.numbers.verified))
         return update(step, output)
 
     scheduler.update_from_output = update_and_count
@@ -200,7 +200,7 @@ def runner_of(llm: LLM) -> Any:
 
 def learn_last_step(llm: LLM) -> None:
     """Let the proposer learn the last tokens of all; else it does so in the next step."""
-    runner_of(llm)._late.learn()
+    runner_of(llm)._late.count()
 
 
 def obstacle_of(llm: LLM) -> str | None:

@@ -54,7 +54,6 @@ class TestProposer(TextByText):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        proposer: str | None = None,
         spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         self.prompts[request_id] = tuple(int(t) for t in prompt)
@@ -138,7 +137,6 @@ class Recorder(TestProposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        proposer: str | None = None,
         spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         super().start(request_id, prompt, namespace, references)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import platform
@@ -76,30 +75,6 @@ def test_builds_for_older_processors_are_exact(flag: str, monkeypatch: pytest.Mo
     for dtype in ROUNDING:
         AttentionCase(trees, [300, 5], head_size=80, block_size=48, dtype=dtype).check("cpu")
         AttentionCase(trees, [300, 5], head_size=64, dtype=dtype, **options).check("cpu")
-
-
-@native_only
-@pytest.mark.usefixtures("quick_build")
-def test_a_library_on_a_mount_without_exec_is_kept_and_loaded_from_a_copy(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
-) -> None:
-    link, build, built = ctypes.CDLL, native._build, []
-
-    def dlopen(name: str) -> ctypes.CDLL:
-        if folder in Path(name).parents:
-            raise OSError(f"{name}: failed to map segment from shared object")
-        return link(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", dlopen)
-    monkeypatch.setattr(native, "_build", lambda *to: built.append(to) or build(*to))
-    for _ in range(2):
-        native.load.cache_clear()
-        log.clear()
-        library = native.load()
-        assert library is not None and not Path(library._name).exists()
-        (message,) = log.messages
-        assert "loaded from a copy in" in message and "failed to map segment" in message
-    assert len(built) == 1
 
 
 def test_without_a_compiler_torch_is_used(

@@ -1,7 +1,5 @@
 """Allotment of a step's draft nodes: the cut that emits the most tokens per unit of time."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@ A graph has a fixed number of tokens. A pass over fewer tokens runs the smallest
 them, so its time rises in jumps, and between two sizes more tokens are free.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What a trained drafter's chain is worth, and what the trie adds to it."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from lookahead_vllm.draft.jit import Int32s, Int64s

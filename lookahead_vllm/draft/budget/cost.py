@@ -28,10 +28,6 @@ NOISE_SHARE = 0.1
 MAX_SLOWDOWN = 3.0
 """A step's time counts up to this many times the prediction; the excess has another cause."""
 
-OVERESTIMATED_SHARE = 0.8
-"""The measurement at start was disturbed if a step takes less than this share of its time. What is
-not measured, such as sampling, only makes steps longer."""
-
 MIN_WEIGHT_SHARE = 0.2
 """No weight falls below this share of its value at start."""
 
@@ -119,12 +115,8 @@ class CostCurve:
 
 
 class Load(NamedTuple):
-    """A step's work for requests that may not have drafts."""
+    """A step's work for requests that do not decode."""
 
-    decodes: int = 0
-    """Requests that decode one token."""
-    context: int = 0
-    """The sum of their context lengths, in tokens."""
     prefill: int = 0
     """Prompt tokens."""
     prompts: int = 0
@@ -132,9 +124,9 @@ class Load(NamedTuple):
     waits: bool = False
     """Whether the step waits for its drafts, even if it gets none: they are grown late."""
 
-    def progress(self, trees: int) -> int:
-        """What the step is worth without nodes, in tokens, if `trees` requests may have drafts."""
-        return trees + self.decodes + PROMPT_WEIGHT * self.prompts
+    def progress(self, decodes: int) -> int:
+        """What the step is worth without nodes, in tokens, if `decodes` requests decode."""
+        return decodes + PROMPT_WEIGHT * self.prompts
 
 
 class StepWork(NamedTuple):
@@ -300,13 +292,6 @@ class StepCost:
         """That of a forward pass with drafts, as measured at start; see CostCurve."""
         return self._with_drafts.critical_decoding_length
 
-    @property
-    def is_overestimated(self) -> bool:
-        """Whether a step of one token now takes clearly less time than was measured at start."""
-        features = self._features(StepWork(1, 1, 0, 0.0, 0.0, 0.0))
-        by_start = float(self._start @ features)
-        return self.slowdown * float(self.weights @ features) < OVERESTIMATED_SHARE * by_start
-
     def predict(self, work: StepWork) -> float:
         """The time of a step with this work, in the unit of the curve."""
         return self.slowdown * float(self.weights @ self._features(work))
@@ -353,7 +338,7 @@ class StepCost:
         Parameters
         ----------
         contexts : int64 [t]
-            The committed tokens before the root, of the requests that may have drafts.
+            The committed tokens before the root, of the requests that decode.
         load : Load
             The step's other work.
         num_nodes : int
@@ -361,7 +346,7 @@ class StepCost:
         """
         scale, fixed, drafts, request, node, read, causal, trees = self.weights.tolist()
         waiting, drafts = (drafts, 0.0) if load.waits else (0.0, drafts)
-        decodes = len(contexts) + load.decodes
+        decodes = len(contexts)
         first = decodes + load.prefill
         last = first - -num_nodes // self.parts
         curve = self.curve if load.prefill else self._with_drafts
@@ -370,13 +355,8 @@ class StepCost:
             last = curve.graphs.padded(last + 1)
         forward = scale * curve.between(first, last)
         plain = scale * float(self._without_drafts.between(decodes, decodes)[0])
-        base = (
-            plain
-            + fixed
-            + waiting
-            + request * decodes
-            + (read + causal) * (float(contexts.sum()) + load.context)
-        )
+        attention = (read + causal) * float(contexts.sum())
+        base = plain + fixed + waiting + request * decodes + attention
         forward += drafts - (forward[0] if load.prefill else plain)
         forward[0] = 0.0
         chain, tree = node + causal * contexts, node + trees * contexts

@@ -1,26 +1,18 @@
-"""The format of the cache file. Every read verifies digests.
+"""The format of the cache file: a `.npz` of NumPy, whose parts have checksums.
 
-The file consists of, in order:
-
-    magic (8 bytes), version (u32), length of the header (u32), header (JSON), digest
-    for each array in the header: its bytes, digest
-
-A digest is the 16-byte BLAKE2b of all bytes before it except earlier digests. So a file that is
-truncated, extended or changed is refused.
+`about` comes first, in JSON: the format, what wrote the file, and the proposer's facts. The arrays
+follow, a part for each.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 import re
-import struct
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,44 +21,28 @@ from lookahead_vllm import __version__
 from lookahead_vllm.draft.trie.table import spaces_of
 from lookahead_vllm.kept_file import RefusedFileError, reading, replacing
 
-MAGIC = b"LAHCACHE"
-VERSION = 5
-"""The version of the format. Raise it when hashes, columns or kinds of evidence change."""
+FORMAT = 6
+"""Raise it when hashes, columns or kinds of evidence change."""
 
 CHUNK_BYTES = 1 << 20
 """The number of bytes copied at a time, while the global interpreter lock is held."""
 
-MAX_HEADER_BYTES = 64 << 20
-
+_ABOUT = "about"
 _MESSAGE_ID = re.compile("[0-9]{1,20}-[0-9]{1,20}")
-_PREFIX = struct.Struct("<8sII")
-_DIGEST_BYTES = 16
-_DTYPES = {np.dtype(code).str for code in "bhiqBHIQefd"}
-_NOT_A_CACHE = "it is not a cache of lookahead"
 
 
-class ArrayHeader(NamedTuple):
-    """An array's entry in the header."""
+class About(NamedTuple):
+    """What a cache file tells of itself."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class Header(NamedTuple):
-    """The header of a cache file."""
-
+    format: int
     release: str
     """The release of lookahead-vllm that wrote it."""
     created: float
     """The time of the save, in seconds since 1970."""
     tokenizer: str
     """The `fingerprint` of the tokenizer."""
-    namespaces: int
-    """The number of namespaces."""
-    arrays: tuple[ArrayHeader, ...]
     facts: dict[str, Any]
-    """The proposer's metadata; see `Cacheable.snapshot`."""
+    """The proposer's metadata; see `NGramTrieProposer.snapshot`."""
 
 
 def fingerprint(vocabulary: Mapping[Any, int]) -> str:
@@ -85,13 +61,6 @@ def _bytes_of(token: str | bytes) -> bytes:
 def fingerprint_without_tokenizer(model: str, vocab_size: int) -> str:
     """The fingerprint used if no tokenizer is loaded; it never equals that of a vocabulary."""
     return "model-" + hashlib.blake2b(f"{vocab_size} {model}".encode(), digest_size=16).hexdigest()
-
-
-def sizes_of_spaces(arrays: Mapping[str, NDArray[Any]]) -> dict[int, int]:
-    """The number of n-grams of answers in each space of a snapshot that has some."""
-    spaces = spaces_of(arrays["edges"])
-    found, sizes = np.unique(spaces[spaces > 0], return_counts=True)
-    return dict(zip(found.tolist(), sizes.tolist(), strict=True))
 
 
 def count_ngrams(arrays: Mapping[str, NDArray[Any]]) -> int:
@@ -123,7 +92,7 @@ def save(
     path : Path
         The file; its directory must exist.
     arrays, facts
-        The result of `Cacheable.snapshot`.
+        The result of `NGramTrieProposer.snapshot`.
     tokenizer : str
         The fingerprint of the tokenizer.
     after_chunk : callable
@@ -139,37 +108,19 @@ def save(
     OSError
         The file could not be written; an existing one is unchanged.
     """
-    header = _pack_header(arrays, facts, tokenizer)
+    about = About(FORMAT, __version__, time.time(), tokenizer, dict(facts))
+    npy: Any = np.lib.format
     with replacing(path) as file:
-        digest = hashlib.blake2b(header, digest_size=_DIGEST_BYTES)
-        file.write(header + digest.digest())
-        for name, array in arrays.items():
-            for chunk in _copied_chunks(array, leave_out_private=name == "edges"):
-                digest.update(chunk)
-                file.write(chunk)
-                after_chunk()
-            file.write(digest.digest())
+        with zipfile.ZipFile(file, "w") as archive:
+            with archive.open(_ABOUT, "w") as part:
+                part.write(json.dumps(about._asdict()).encode())
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
+                    npy.write_array_header_1_0(part, npy.header_data_from_array_1_0(array))
+                    for chunk in _copied_chunks(array, leave_out_private=name == "edges"):
+                        part.write(chunk)
+                        after_chunk()
         return file.tell()
-
-
-def _pack_header(
-    arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any], tokenizer: str
-) -> bytes:
-    content = {
-        "release": __version__,
-        "created": time.time(),
-        "tokenizer": tokenizer,
-        "namespaces": len(facts["namespaces"]),
-        "arrays": [
-            {"name": name, "dtype": array.dtype.str, "shape": array.shape, "bytes": array.nbytes}
-            for name, array in arrays.items()
-        ],
-        "facts": facts,
-    }
-    text = json.dumps(content).encode()
-    if len(text) > MAX_HEADER_BYTES:
-        raise OSError(f"there are too many namespaces for one file, {len(facts['namespaces'])}")
-    return _PREFIX.pack(MAGIC, VERSION, len(text)) + text
 
 
 def _copied_chunks(array: NDArray[Any], leave_out_private: bool) -> Iterator[memoryview]:
@@ -210,93 +161,51 @@ def load(
     OSError
         The file is missing or cannot be read.
     """
-    with reading(path) as file:
-        header, digest = _read_header(file)
-        if tokenizer is not None and header.tokenizer != tokenizer:
+    with _parts(path) as parts:
+        about = _about(parts)
+        if tokenizer is not None and about.tokenizer != tokenizer:
             raise RefusedFileError(
                 "it was made with another tokenizer, so that its token ids mean other tokens "
-                f"(fingerprint {header.tokenizer}, not {tokenizer})"
+                f"(fingerprint {about.tokenizer}, not {tokenizer})"
             )
-        arrays: dict[str, NDArray[Any]] = {}
-        for entry in header.arrays:
-            array = np.empty(entry.shape, entry.dtype)
-            content = array.reshape(-1).view(np.uint8).data
-            for start in range(0, len(content), CHUNK_BYTES):
-                part = content[start : start + CHUNK_BYTES]
-                if file.readinto(part) != len(part):  # type: ignore[attr-defined]
-                    raise RefusedFileError("it became shorter while it was read")
-                digest.update(part)
-            if file.read(_DIGEST_BYTES) != digest.digest():
-                raise RefusedFileError(f"it is damaged: its {entry.name} are not what was written")
-            arrays[entry.name] = array
-    return arrays, header.facts
+        return {name: parts[name] for name in parts if name != _ABOUT}, about.facts
 
 
-def read_header(path: Path) -> Header:
-    """Read only the header.
+def read_about(path: Path) -> About:
+    """Read only what the file tells of itself.
 
     Raises
     ------
     RefusedFileError, OSError
         As `load`.
     """
+    with _parts(path) as parts:
+        return _about(parts)
+
+
+@contextmanager
+def _parts(path: Path) -> Iterator[Any]:
+    """The parts of a file by their names, each checked when it is read."""
     with reading(path) as file:
-        return _read_header(file)[0]
+        try:
+            with np.load(file, allow_pickle=False) as parts:
+                yield parts
+        except RefusedFileError:
+            raise
+        except Exception as error:  # of many types
+            sentence = "it is damaged, or not a cache of this release of lookahead"
+            raise RefusedFileError(sentence) from error
 
 
-def _read_header(file: BinaryIO) -> tuple[Header, Any]:
-    """The header, and the BLAKE2b state after it."""
-    size = os.fstat(file.fileno()).st_size
-    prefix = file.read(_PREFIX.size)
-    if not prefix.startswith(MAGIC):
-        raise RefusedFileError("it is empty" if not prefix else _NOT_A_CACHE)
-    if len(prefix) < _PREFIX.size:
-        raise RefusedFileError("it is cut off")
-    _, version, length = _PREFIX.unpack(prefix)
-    if version != VERSION:
+def _about(parts: Any) -> About:
+    about = About(**json.loads(parts[_ABOUT]))
+    if about.format != FORMAT:
         raise RefusedFileError(
-            f"it is of format {version}, and this release of lookahead reads format {VERSION}"
+            f"it is of format {about.format}, and this release of lookahead reads format {FORMAT}"
         )
-    # Nothing is allocated from a length that the size of the file contradicts.
-    if length > MAX_HEADER_BYTES or length > size - _PREFIX.size - _DIGEST_BYTES:
-        raise RefusedFileError("it is cut off, or damaged: its header is longer than the file")
-    text = file.read(length)
-    digest = hashlib.blake2b(prefix + text, digest_size=_DIGEST_BYTES)
-    if file.read(_DIGEST_BYTES) != digest.digest():
-        raise RefusedFileError("it is damaged: its header is not what was written")
-    try:
-        header = _parse_header(json.loads(text), size)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise RefusedFileError(f"{_NOT_A_CACHE}: its header makes no sense") from None
-    sizes = [math.prod(entry.shape) * np.dtype(entry.dtype).itemsize for entry in header.arrays]
-    needed = file.tell() + sum(sizes) + _DIGEST_BYTES * len(sizes)
-    if size != needed:
-        raise RefusedFileError(f"it has {size} bytes where its header needs {needed}")
-    return header, digest
-
-
-def _parse_header(content: Any, size: int) -> Header:
-    arrays = []
-    for entry in content["arrays"]:
-        name, dtype, shape = entry["name"], entry["dtype"], tuple(entry["shape"])
-        if not isinstance(name, str) or dtype not in _DTYPES or not 0 < len(shape) <= 4:
-            raise ValueError
-        if not all(type(length) is int and 0 <= length <= size for length in shape):
-            raise ValueError
-        arrays.append(ArrayHeader(name, dtype, shape))
-    namespaces = content["facts"]["namespaces"]
-    if not all(type(space) is int and 0 < space < 2**31 for space in namespaces.values()):
-        raise ValueError
-    followed = content["facts"].get("followed", {})
+    spaces, followed = about.facts["namespaces"], about.facts.get("followed", {})
+    if not all(type(space) is int and 0 < space < 2**31 for space in spaces.values()):
+        raise ValueError("a namespace has a wrong number")
     if not all(_MESSAGE_ID.fullmatch(position) for position in followed.values()):
-        raise ValueError
-    if len({entry.name for entry in arrays}) < len(arrays):
-        raise ValueError
-    return Header(
-        release=str(content["release"]),
-        created=float(content["created"]),
-        tokenizer=str(content["tokenizer"]),
-        namespaces=len(namespaces),
-        arrays=tuple(arrays),
-        facts=content["facts"],
-    )
+        raise ValueError("a message has a wrong id")
+    return about

@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.kept_file import RefusedFileError, set_aside
 from lookahead_vllm.machine import use_all_cores
+
+if TYPE_CHECKING:
+    from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -26,16 +29,6 @@ class _CancelledError(Exception):
     """`close` cancelled a background save."""
 
 
-class Cacheable(Protocol):
-    """A proposer whose cache can be saved, such as NGramTrieProposer."""
-
-    def snapshot(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """The live arrays by name, and JSON-compatible metadata, the facts."""
-
-    def restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
-        """Continue from a snapshot; ValueError if it does not fit this proposer."""
-
-
 class CacheKeeper:
     """Keeps one proposer's cache in a file.
 
@@ -45,7 +38,7 @@ class CacheKeeper:
 
     Parameters
     ----------
-    proposer : Cacheable
+    proposer : NGramTrieProposer
         The proposer; it may run while the file is saved.
     path : Path
         The file; its directory must exist.
@@ -55,7 +48,9 @@ class CacheKeeper:
         The `fingerprint` (cache/file.py) of the tokenizer in use.
     """
 
-    def __init__(self, proposer: Cacheable, path: Path, interval: float, tokenizer: str) -> None:
+    def __init__(
+        self, proposer: NGramTrieProposer, path: Path, interval: float, tokenizer: str
+    ) -> None:
         self.path = path
         self._proposer = proposer
         self._interval = interval

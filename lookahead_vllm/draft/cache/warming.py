@@ -1,7 +1,5 @@
 """Texts from which a proposer learns before it serves: documents, chats and earlier answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Replicas of one model that learn from each other's answers, through a server for streams."""
+"""Engines of one model that learn from each other's answers, through a server for streams."""

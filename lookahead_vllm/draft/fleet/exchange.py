@@ -1,13 +1,11 @@
-"""The thread that sends a replica's answers to a Redis or Valkey server, and reads the others'.
+"""The thread that sends a member's answers to a Redis or Valkey server, and reads the others'.
 
 Each namespace has a stream, whose key is made of a fingerprint of the engine and the namespace's
 digest, so no name reaches the stream of another. One more stream, the news, says which of them have
-got messages, so that a replica reads only those. All keys expire, and all streams are trimmed.
+got messages, so that a member reads only those. All keys expire, and all streams are trimmed.
 
 No step waits for the server: a slow or missing one costs what is not exchanged, and nothing else.
 """
-
-from __future__ import annotations
 
 import logging
 import random
@@ -19,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lookahead_vllm.draft.fleet.member import NOTHING_READ, Member
 from lookahead_vllm.draft.fleet.pieces import MessageError, messages_of, unpack
-from lookahead_vllm.draft.fleet.replica import NOTHING_READ, Replica
 from lookahead_vllm.machine import use_all_cores
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -56,7 +54,7 @@ class Traffic:
 
     published: int = 0
     learned: int = 0
-    """Tokens of other replicas that were read, to be inserted."""
+    """Tokens of other members that were read, to be inserted."""
     dropped: int = 0
     """Own tokens that could not be sent, and messages that were refused, each as one."""
     lag_seconds: float | None = None
@@ -69,7 +67,7 @@ class Exchange:
 
     Parameters
     ----------
-    replica : Replica
+    member : Member
         What is sent, and where it goes.
     connect : callable
         Returns a client for the server, `redis.Redis` with `protocol=2`, which connects when it is
@@ -86,7 +84,7 @@ class Exchange:
 
     def __init__(
         self,
-        replica: Replica,
+        member: Member,
         connect: Callable[[], Any],
         prefix: str,
         max_entries: int,
@@ -94,7 +92,7 @@ class Exchange:
         tail_tokens: int,
     ) -> None:
         self.traffic = Traffic()
-        self._replica, self._client = replica, connect()
+        self._member, self._client = member, connect()
         self._prefix, self._max_entries = prefix, max_entries
         self._vocab_size, self._tail_tokens = vocab_size, tail_tokens
         self._name = secrets.token_bytes(8)
@@ -137,7 +135,7 @@ class Exchange:
                 self._complain(f"{type(error).__name__}: {error}")
             else:
                 self._backoff = 0.0
-            self._replica.insert_if_idle()
+            self._member.insert_if_idle()
         with suppress(Exception):
             self._client.close()
 
@@ -168,7 +166,7 @@ class Exchange:
         news, clock = self._executed(pipe, tokens)
         if position is None:
             self._news_position = news[0][0].decode() if news else NOTHING_READ
-            self._due = dict.fromkeys(self._replica.followed.copy())
+            self._due = dict.fromkeys(self._member.followed.copy())
         else:
             self._read_news(_after(position, news))
         self._read_due(clock[0] + clock[1] / 1e6)
@@ -209,7 +207,7 @@ class Exchange:
     def _publish(self, pipe: Any) -> int:
         """Add commands that send what is new here; returns the number of tokens."""
         tokens, digests = 0, []
-        for digest, pieces in self._replica.take().items():
+        for digest, pieces in self._member.take().items():
             for message in messages_of(pieces):
                 self._append(pipe, digest, {BY: self._name, TEXTS: message}, self._max_entries)
             tokens += len(pieces.tokens)
@@ -217,7 +215,7 @@ class Exchange:
         if digests:
             names = "".join(digests).encode()
             self._append(pipe, NEWS, {BY: self._name, STREAMS: names}, MAX_NEWS)
-        num_dropped = self._replica.outbox.dropped
+        num_dropped = self._member.outbox.dropped
         self.traffic.dropped += num_dropped - self._num_dropped
         self._num_dropped = num_dropped
         return tokens
@@ -231,7 +229,7 @@ class Exchange:
         if entries is None:
             self._news_position = None
             return
-        followed = self._replica.followed
+        followed = self._member.followed
         for entry_id, fields in entries:
             # Own messages are read, too: only then is it known that others' before them were.
             self._news_position = entry_id.decode()
@@ -242,11 +240,11 @@ class Exchange:
 
     def _read_due(self, now: float) -> None:
         """Read the streams that are due, as far as there is room."""
-        followed, new = self._replica.followed, self._replica.new
-        while new and self._replica.has_room:
+        followed, new = self._member.followed, self._member.new
+        while new and self._member.has_room:
             self._read_tail(new[0])
             self._due.pop(new.popleft(), None)
-        while self._due and self._replica.has_room:
+        while self._due and self._member.has_room:
             digests = [digest for digest in self._due if digest in followed]
             digests = digests[:STREAMS_AT_A_TIME]
             pipe = self._client.pipeline(transaction=False)
@@ -273,7 +271,7 @@ class Exchange:
         """Read the latest messages of a stream, whatever was read of it before."""
         parts: list[Any] = []
         left, end = self._tail_tokens, "+"
-        while left > 0 and digest in self._replica.followed:
+        while left > 0 and digest in self._member.followed:
             pipe = self._client.pipeline(transaction=False)
             pipe.xrevrange(self._key(digest), end, count=MESSAGES_AT_A_TIME)
             (part,) = pipe.execute(raise_on_error=False)
@@ -285,16 +283,16 @@ class Exchange:
             if len(part) < MESSAGES_AT_A_TIME:
                 break
             end = "(" + part[-1][0].decode()
-        if digest in self._replica.followed:
-            self._replica.followed[digest] = NOTHING_READ
+        if digest in self._member.followed:
+            self._member.followed[digest] = NOTHING_READ
         self._take_in(digest, reversed(parts), None)
 
     def _take_in(self, digest: str, entries: Iterable[Any], now: float | None) -> None:
         """Hand on the messages of others; `now` is the server's time in seconds."""
         for entry_id, fields in entries:
-            if digest not in self._replica.followed:  # too many namespaces
+            if digest not in self._member.followed:  # too many namespaces
                 return
-            self._replica.followed[digest] = entry_id.decode()
+            self._member.followed[digest] = entry_id.decode()
             if fields.get(BY) == self._name:
                 continue
             try:
@@ -302,7 +300,7 @@ class Exchange:
             except MessageError as error:
                 self._refuse(error)
                 continue
-            self._replica.put(digest, pieces)
+            self._member.put(digest, pieces)
             self.traffic.learned += len(pieces.tokens)
             if now is not None:
                 age = now - int(entry_id.split(b"-")[0]) / 1000

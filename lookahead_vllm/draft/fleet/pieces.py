@@ -1,12 +1,10 @@
-"""Pieces of answers, and the format in which replicas send them to each other.
+"""Pieces of answers, and the format in which members send them to each other.
 
 A message holds, in little-endian order: the number of pieces (u32), their sizes (u32 each), the
 hashes of the text before each piece (u64 [NUM_HASHES] each), and the tokens of all pieces (u32
 each). With the hashes, a piece is inserted as if its request had run here; they cover the last
 tokens before the piece (`draft/trie/suffix.py`), so no more of the prompt is sent.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 

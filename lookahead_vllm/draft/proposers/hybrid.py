@@ -1,7 +1,5 @@
 """All sources in one tree: the n-gram trie, the model's choices, and the lookahead branch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,14 +81,12 @@ class HybridProposer(NGramTrieProposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        proposer: str | None = None,
         spellings: Sequence[Sequence[int]] = (),
     ) -> None:
-        super().start(request_id, prompt, namespace, references, proposer, spellings)
+        super().start(request_id, prompt, namespace, references, spellings)
         self._root_hashes = self._texts.request_rows.resized(self._root_hashes)
         self._num_grown = self._texts.request_rows.resized(self._num_grown)
-        if proposer != "ngram_trie":
-            self.branch.start(request_id, np.array(prompt, np.int32))
+        self.branch.start(request_id, np.array(prompt, np.int32))
 
     def _choice_trees(self, verified: Verified) -> ChoiceTrees:
         """The trees at whose nodes the model made its choices, as `recycle` takes them."""
@@ -207,7 +203,13 @@ class HybridProposer(NGramTrieProposer):
         self._unlearned = (hashes, *others), new, False
         texts = self._texts.arrays
         nodes = grow_all(
-            self.trie.arrays, self._lines, texts, trees, self.rate.arrays, self._bounds
+            self.trie.arrays,
+            self._lines,
+            texts,
+            trees,
+            self.rate.arrays,
+            self._bounds,
+            self._growers.shared,
         )
         return DraftForest(*nodes), num_tokens
 

@@ -3,8 +3,6 @@
 Source: Lookahead Decoding (Fu et al., ICML 2024), Algorithms 2 to 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,6 +28,8 @@ class JacobiWindowProposer(HybridProposer):
     Requests share nothing: no namespace, no references.
     """
 
+    has_trie = False
+
     def __init__(self, options: LookaheadOptions, text_nodes: int = 0) -> None:
         super().__init__(replace(options, max_nodes=_NO_TRIE))
 
@@ -39,7 +39,6 @@ class JacobiWindowProposer(HybridProposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        proposer: str | None = None,
         spellings: Sequence[Sequence[int]] = (),
     ) -> None:
-        super().start(request_id, prompt, None, (), "jacobi_window")
+        super().start(request_id, prompt, None)

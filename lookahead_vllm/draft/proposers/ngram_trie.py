@@ -1,7 +1,5 @@
 """The proposer of the n-gram trie."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +22,7 @@ from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
+from lookahead_vllm.draft.trie.growth import Growers, help_grow
 from lookahead_vllm.draft.trie.live_texts import LiveTexts
 from lookahead_vllm.draft.trie.namespaces import Namespaces, digest_of
 from lookahead_vllm.draft.trie.recycling import make_lines
@@ -98,6 +97,9 @@ class NGramTrieProposer(Proposer):
     `sessions.py`, or eliminated when the request ends.
     """
 
+    has_trie = True
+    """Whether it learns texts and answers."""
+
     def __init__(self, options: LookaheadOptions, text_nodes: int = 0, num_lines: int = 0) -> None:
         self.options = options
         self.trie = Trie(options.max_nodes, text_nodes)
@@ -113,6 +115,7 @@ class NGramTrieProposer(Proposer):
         self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...], bool] | None = None
         """The texts before the tokens of the last `draft`, and the tokens, as `step.extend` takes
         them, and whether rates have to be learned from them."""
+        self._growers = Growers()
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
         self._sessions = Sessions(self.trie, self.insertion)
@@ -133,7 +136,6 @@ class NGramTrieProposer(Proposer):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        proposer: str | None = None,
         spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         """See Proposer. The whole prompt is indexed; an end of sequence in it is a token.
@@ -148,8 +150,6 @@ class NGramTrieProposer(Proposer):
         row = self._texts.add(request_id)
         self._texts.hashes[row] = hashes = hashes_of(tokens)
         spaces = self._texts.spaces[row]
-        with_trie = proposer != "jacobi_window"
-        with_choices = len(self._lines) > 0 and proposer != "ngram_trie"
         own = shared = NO_SPACE
         digest = None
         if namespace is not None:
@@ -157,7 +157,7 @@ class NGramTrieProposer(Proposer):
             shared = self.shared_space(digest)
             if self.fleet is not None and shared != NO_SPACE:
                 self.fleet.follow(digest, shared)
-        if with_trie:
+        if self.has_trie:
             # References are in the text's space, too, and are for this request alone.
             keeps = shared != NO_SPACE and not texts
             spelled = [np.array(text, np.int32) for text in spellings]
@@ -166,9 +166,9 @@ class NGramTrieProposer(Proposer):
                 self._texts.sessions[row], own = session, session.space
         elif shared == NO_SPACE:
             own = self.trie.new_private(EXPECTED_ANSWER_TOKENS)
-        if with_choices:
+        if len(self._lines):
             self._texts.keep_choices_in(row, shared or own)
-        if not with_trie:
+        if not self.has_trie:
             return
         spaces[OWN], spaces[ANSWERS] = own, shared
         if texts:
@@ -203,6 +203,7 @@ class NGramTrieProposer(Proposer):
         verified: Verified | None,
     ) -> None:
         most = int(np.minimum(wanted.max_nodes, self._max_nodes).sum())
+        self._growers.make_room(len(wanted.rows), most)
         cost = self._cost
         self._plan = _Plan(load.progress(len(contexts)))
         if cost is not None and most:
@@ -227,7 +228,12 @@ class NGramTrieProposer(Proposer):
     def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[DraftForest, Int64s]:
         """Move the texts on, and grow the next trees; `step` has the arguments of `begin_step`."""
         nodes, before, new, num_tokens = begin_and_grow(
-            *step, self.trie.arrays, self._lines, self.rate.arrays, self._bounds
+            *step,
+            self.trie.arrays,
+            self._lines,
+            self.rate.arrays,
+            self._bounds,
+            self._growers.shared,
         )
         self._unlearned = before, new, True
         return DraftForest(*nodes), num_tokens
@@ -252,8 +258,23 @@ class NGramTrieProposer(Proposer):
         """See Proposer. Inserts texts."""
         self.insertion.work_for(seconds)
 
+    def use_threads(self, count: int) -> None:
+        """See Proposer."""
+        self._growers.start(count)
+
+    def stand_by(self) -> None:
+        """See Proposer. Calls threads if there may be enough to grow."""
+        self._growers.call(*self._tables)
+
+    @property
+    def _tables(self) -> tuple[Any, ...]:
+        """What growth reads, see `growth.help_grow`."""
+        texts = self._texts.arrays
+        return self.trie.arrays, self._lines, texts, self.rate.arrays, self._bounds
+
     def learn(self) -> None:
         """See Proposer. Also inserts texts for a share of the step."""
+        self._growers.dismiss()
         self._learn_drafted()
         self.insertion.end_step()
 
@@ -372,6 +393,7 @@ class NGramTrieProposer(Proposer):
         self.trie.insert(NO_SPACE, hashes_of(nothing), nothing)
         read(self, {"": []})
         draft_trees(self, [DraftLimits("", 1, 1)])
+        help_grow(*self._tables, self._growers.shared, -1)
         compile_budget()
         self.finish("")
         count_by_space(self.trie.edges[:0], np.ones(1, np.int64))

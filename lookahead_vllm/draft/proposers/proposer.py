@@ -1,7 +1,5 @@
 """The protocol of a proposer, through which the engine gets draft trees, and its argument types."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -57,7 +55,6 @@ class Proposer(ABC):
         prompt: Sequence[int],
         namespace: str | None = "",
         references: Sequence[Sequence[int]] = (),
-        proposer: str | None = None,
         spellings: Sequence[Sequence[int]] = (),
     ) -> None:
         """Start a request; one that is live already starts over.
@@ -71,9 +68,6 @@ class Proposer(ABC):
             The request learns from the answers of its namespace only; None shares with none.
         references : Sequence[Sequence[int]]
             Texts from which the answer is likely to copy.
-        proposer : str or None
-            "ngram_trie", "jacobi_window" or "hybrid", if it is another one than the server's
-            "hybrid".
         spellings : Sequence[Sequence[int]]
             Parts of the prompt that are new in this turn, as a tool call would spell them.
         """
@@ -106,6 +100,12 @@ class Proposer(ABC):
         verified
             Choices of the model that will arrive together with the tokens.
         """
+
+    def use_threads(self, count: int) -> None:  # noqa: B027
+        """Have so many threads of its own, for which the machine has cores to spare."""
+
+    def stand_by(self) -> None:  # noqa: B027
+        """The tokens of the planned step will arrive within a millisecond or two."""
 
     def needs_accepted(self) -> bool:
         """Whether the next `draft` needs to know the accepted nodes of what is `verified`."""

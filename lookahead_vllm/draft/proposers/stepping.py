@@ -4,8 +4,6 @@ For replays, for texts from which a cache learns, and for tests. An engine draft
 from the tokens of the last step; here, `read` has learned from them before `draft_trees`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -12,8 +12,6 @@ odds, with separate weights for every pair of longest matches. Source: secondary
 (Shkarin 2002), mixing in PAQ (Mahoney 2005).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Source: multi-stage retrieval, Lookahead (KDD 2024), section 4.3.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

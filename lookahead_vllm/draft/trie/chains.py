@@ -8,8 +8,6 @@ Evidence from the drafter has its own kinds, by depth, rank and gap, and so its 
 rates; it takes the place of the evidence that the model's earlier choices give.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

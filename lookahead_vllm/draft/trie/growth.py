@@ -1,16 +1,22 @@
-"""Draft trees, grown best first.
+"""Draft trees, grown best first, by one thread or several.
 
 Source: hierarchical multi-branch drafts, Lookahead (KDD 2024), section 4.1: branches that share a
 prefix share its nodes, and if there are too many nodes, the best ones are kept.
+
+The trees of a step do not depend on each other, and compiled code needs no interpreter to grow
+them. A thread that sleeps takes as long to wake as ten trees take to grow. So `Growers` calls its
+threads shortly before the tokens arrive, and they wait for the trees in compiled code.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+import threading
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead_vllm.draft import atomics
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.sources import ANSWERS, DRAFTER, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.trie.acceptance_rate import (
@@ -53,6 +59,10 @@ MIN_SPARSE_PROBABILITY = 0.2
 """Sparse suffixes are looked up for nodes at least this likely."""
 
 
+MIN_NODES_FOR_THREADS = 100
+"""With fewer nodes in a step, threads gain less than it takes to call them."""
+
+
 class TextArrays(NamedTuple):
     """The arrays of the live texts, a row for each."""
 
@@ -67,6 +77,7 @@ class TextArrays(NamedTuple):
 # Columns of the trees to grow, int64 [t, 4]: the row of the text, the most nodes, the most levels,
 # and whether the tree may branch.
 ROW, NODES, DEPTH, MAY_BRANCH = range(4)
+START, SIZE = 4, 5  # of `SharedTrees.trees`, after these
 
 
 class TreeLimits(NamedTuple):
@@ -89,6 +100,44 @@ class Nodes(NamedTuple):
     """uint8 [n]"""
 
 
+class SharedTrees(NamedTuple):
+    """The trees of a step while threads grow them, as arrays that are reused in every step."""
+
+    gate: Int64s
+    """int64 [GATE_SIZE]: the TICKET of the next tree that a thread may take; with it the number of
+    the step, so that a thread that is late takes nothing from another one. COUNT of all trees, and
+    how many are DONE."""
+    trees: Int64s
+    """int64 [capacity, 6]: with where the nodes of a tree START in `nodes`, and its SIZE."""
+    nodes: Nodes
+
+
+# Elements of `SharedTrees.gate`, each in a line of 64 bytes of its own.
+TICKET, DONE, COUNT = 0, 8, 16
+GATE_SIZE = 24
+
+STEP_SHIFT = 32
+_TREE_MASK = (1 << STEP_SHIFT) - 1
+CLOSED = _TREE_MASK
+"""In place of a tree in a TICKET: the trees of the step are not known yet."""
+_MAX_PAUSES = 1 << 20
+"""After so many, some 50 ms, a thread stops waiting for trees."""
+
+
+def new_shared_trees(num_trees: int, num_nodes: int) -> SharedTrees:
+    """Arrays for so many trees, which together have at most so many nodes."""
+    gate, trees = np.zeros(GATE_SIZE, np.int64), np.empty((num_trees, 6), np.int64)
+    return SharedTrees(gate, trees, new_nodes.py_func(num_nodes))
+
+
+@kernel
+def new_nodes(size: int) -> Nodes:
+    """Arrays for so many nodes."""
+    return Nodes(
+        np.empty((3, size), np.int32), np.empty(size, np.float32), np.empty(size, np.uint8)
+    )
+
+
 @kernel
 def bounds_of(tree: Int64s, limits: TreeLimits) -> tuple[int, int, int]:
     """The max_nodes and max_depth of one tree, and whether it may branch, 0 or 1."""
@@ -105,31 +154,100 @@ def grow_all(
     trees: Int64s,
     learned: RateArrays,
     limits: TreeLimits,
+    shared: SharedTrees,
 ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
     """Grow the `trees` int64 [t, 4]; returns the fields of a DraftForest.
 
-    `lines` are those of `recycling.py`; there may be none.
+    `lines` are those of `recycling.py`; there may be none. Threads in `help_grow` take some of the
+    trees.
     """
+    gate, shared_trees, (fields, probs, sources) = shared
+    count, size = len(trees), 0
+    for i in range(count):
+        shared_trees[i, :START], shared_trees[i, START] = trees[i], size
+        size += bounds_of(trees[i], TreeLimits(*limits))[0]
+    gate[DONE], gate[COUNT] = 0, count
+    ticket = gate[TICKET]
+    step = (ticket >> STEP_SHIFT) + np.int64(ticket & _TREE_MASK != CLOSED)
+    atomics.store(gate, TICKET, step << STEP_SHIFT)
+    _grow_some(trie, lines, texts, learned, limits, shared, step)
+    while atomics.load(gate, DONE) < count:
+        atomics.pause()
+    firsts = np.zeros(count + 1, np.int64)
+    for i in range(count):
+        firsts[i + 1] = firsts[i] + shared_trees[i, SIZE]
+    size = firsts[-1]
+    grown = np.empty((3, size), np.int32)
+    grown_probs, grown_sources = np.empty(size, np.float32), np.empty(size, np.uint8)
+    for i in range(count):
+        start = shared_trees[i, START] - firsts[i]
+        for own in range(firsts[i], firsts[i + 1]):
+            for field in range(3):
+                grown[field, own] = fields[field, start + own]
+            grown_probs[own], grown_sources[own] = probs[start + own], sources[start + own]
+    return grown[0], grown[1], grown_probs, grown[2], grown_sources, firsts
+
+
+@partial(kernel, nogil=True)
+def help_grow(
+    trie: TrieArrays,
+    lines: Int32s,
+    texts: TextArrays,
+    learned: RateArrays,
+    limits: TreeLimits,
+    shared: SharedTrees,
+    step: int,
+) -> None:
+    """Wait for the trees of a step, and grow some of them, until another step begins."""
+    gate = shared[0]
+    for _ in range(_MAX_PAUSES):
+        ticket = atomics.load(gate, TICKET)
+        if ticket >> STEP_SHIFT != step:
+            break
+        if ticket & _TREE_MASK < gate[COUNT]:
+            _grow_some(trie, lines, texts, learned, limits, shared, step)
+        atomics.pause()
+
+
+@kernel
+def _take(gate: Int64s, step: int) -> int:
+    """A tree of the step that no thread has taken yet; -1 if there is none."""
+    while True:
+        ticket = atomics.load(gate, TICKET)
+        tree = ticket & _TREE_MASK
+        if ticket >> STEP_SHIFT != step or tree >= gate[COUNT]:
+            return -1
+        if atomics.replace(gate, TICKET, ticket, ticket + 1):
+            return tree
+
+
+@kernel
+def _grow_some(
+    trie: TrieArrays,
+    lines: Int32s,
+    texts: TextArrays,
+    learned: RateArrays,
+    limits: TreeLimits,
+    shared: SharedTrees,
+    step: int,
+) -> None:
+    """Grow trees of the step until all are taken."""
     trie, texts, learned = TrieArrays(*trie), TextArrays(*texts), RateArrays(*learned)
     limits = TreeLimits(*limits)
-    capacity, largest = 0, 0
-    for i in range(len(trees)):
-        max_nodes = bounds_of(trees[i], limits)[0]
-        capacity, largest = capacity + max_nodes, max(largest, max_nodes)
-    fields = np.empty((3, capacity), np.int32)
-    probs, sources = np.empty(capacity, np.float32), np.empty(capacity, np.uint8)
-    firsts = np.zeros(len(trees) + 1, np.int64)
+    gate, trees, (fields, probs, sources) = shared
     # Reused for every tree, and passed one by one: nested in a NamedTuple they cost 2 µs a step.
-    hashes = np.empty((largest + 1, NUM_HASHES), np.uint64)
-    places = np.empty(largest + 1, np.int32)
+    hashes = np.empty((limits.max_nodes + 1, NUM_HASHES), np.uint64)
+    places = np.empty(limits.max_nodes + 1, np.int32)
     candidates, inputs = new_candidates(), new_inputs()
     shares = np.empty(MAX_ALL_CANDIDATES, np.float32)
+    # Of its own, because threads that write to the same line of memory wait for each other.
+    nodes = new_nodes(limits.max_nodes)
     min_prob = np.float32(max(limits.min_prob, MIN_PROBABILITY))
-    size = 0
-    for i in range(len(trees)):
+    i = _take(gate, step)
+    while i >= 0:
         row = trees[i, ROW]
         hashes[0] = texts.hashes[row]
-        size += grow(
+        size = grow(
             trie,
             lines,
             texts.spaces[row],
@@ -142,17 +260,16 @@ def grow_all(
             candidates,
             inputs,
             shares,
-            Nodes(fields[:, size:], probs[size:], sources[size:]),
+            nodes,
         )
-        firsts[i + 1] = size
-    return (
-        fields[0, :size].copy(),
-        fields[1, :size].copy(),
-        probs[:size].copy(),
-        fields[2, :size].copy(),
-        sources[:size].copy(),
-        firsts,
-    )
+        trees[i, SIZE] = size
+        for own in range(size):
+            at = trees[i, START] + own
+            for field in range(3):
+                fields[field, at] = nodes.fields[field, own]
+            probs[at], sources[at] = nodes.probs[own], nodes.sources[own]
+        atomics.add(gate, DONE, 1)
+        i = _take(gate, step)
 
 
 @kernel
@@ -253,3 +370,55 @@ def grow(
         places[here + 1] = follow_chain(chain, places[parent + 1], fields[0, here])
         size, num_buds = size + 1, num_buds - 1
     return size
+
+
+class Growers:
+    """The threads of a proposer, beside its own, and the trees that they share.
+
+    There are none before `start`.
+    """
+
+    def __init__(self) -> None:
+        self._trees = new_shared_trees(1, 1)
+        self._most_nodes = 0
+        self._num_threads = 0
+        self._calls: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """The fields of SharedTrees, as plain tuples, which cost less to pass."""
+        gate, trees, nodes = self._trees
+        return gate, trees, nodes[:]
+
+    def start(self, num_threads: int) -> None:
+        """Have so many threads more, for as long as the process lives."""
+        for _ in range(num_threads):
+            threading.Thread(target=self._work, name="lookahead-grower", daemon=True).start()
+        self._num_threads += num_threads
+
+    def make_room(self, num_trees: int, num_nodes: int) -> None:
+        """The next step has so many trees, with at most so many nodes together."""
+        self._most_nodes = num_nodes
+        trees, nodes = len(self._trees.trees), len(self._trees.nodes.probs)
+        if num_trees > trees or num_nodes > nodes:
+            self.dismiss()
+            self._trees = new_shared_trees(max(num_trees, 2 * trees), max(num_nodes, 2 * nodes))
+
+    def call(self, *arguments: Any) -> None:
+        """The trees of the step will soon be known; `arguments` are the first of `help_grow`."""
+        if self._num_threads and self._most_nodes >= MIN_NODES_FOR_THREADS:
+            self.dismiss()
+            step = int(self._trees.gate[TICKET]) >> STEP_SHIFT
+            for _ in range(self._num_threads):
+                self._calls.put((*arguments, self.shared, step))
+
+    def dismiss(self) -> None:
+        """Let the threads sleep. Until then they stay in compiled code, because on their way back
+        they would take the interpreter's lock from a step that the device waits for."""
+        if self._num_threads:
+            gate = self._trees.gate
+            gate[TICKET] = ((int(gate[TICKET]) >> STEP_SHIFT) + 1) << STEP_SHIFT | CLOSED
+
+    def _work(self) -> None:
+        while True:
+            help_grow(*self._calls.get())

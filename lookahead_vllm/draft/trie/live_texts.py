@@ -1,7 +1,5 @@
 """The texts of the live requests, and the spaces that they read and write."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

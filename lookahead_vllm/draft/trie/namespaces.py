@@ -1,7 +1,5 @@
 """Which space of the trie belongs to which namespace."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Callable, Collection, Mapping

@@ -4,8 +4,6 @@ A rate belongs to a kind of evidence and to no token, so `priors.npz` holds no t
 tokenizer. `scripts/learn_priors.py` in commit cdeda46 makes it.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import NamedTuple

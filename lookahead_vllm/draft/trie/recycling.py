@@ -8,8 +8,6 @@ The choices are in a hash table of lines of 64 bytes. A line holds the latest ch
 suffix. A new line replaces the old one in its place, so nothing has to be pruned.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -6,8 +6,6 @@ vLLM finds cached blocks. What the earlier text had more is taken back, so a spa
 the text that its request has itself, and of nothing else.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

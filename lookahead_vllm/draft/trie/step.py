@@ -1,7 +1,5 @@
 """The compiled calls of a step: the tokens of the last one in, the trees of the next one out."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +34,7 @@ from lookahead_vllm.draft.trie.candidates import (
     new_candidates,
 )
 from lookahead_vllm.draft.trie.chains import find_drafted, follow_chain
-from lookahead_vllm.draft.trie.growth import TextArrays, TreeLimits, grow_all
+from lookahead_vllm.draft.trie.growth import SharedTrees, TextArrays, TreeLimits, grow_all
 from lookahead_vllm.draft.trie.recycling import find_choices
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, NUM_SUFFIXES, WHOLE, Hashes, advance
 from lookahead_vllm.draft.trie.table import NO_SPACE, TrieArrays, count
@@ -198,9 +196,11 @@ def begin_and_grow(
     lines: Int32s,
     learned: RateArrays,
     limits: TreeLimits,
+    shared: SharedTrees,
 ) -> tuple[ForestFields, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s]:
     """As `begin_step`, but returns the trees instead of their limits."""
     trees, before, new, num_tokens = begin_step(
         progress, emitted, spans, wanted, texts, max_model_len
     )
-    return grow_all(trie, lines, texts, trees, learned, limits), before, new, num_tokens
+    forest = grow_all(trie, lines, texts, trees, learned, limits, shared)
+    return forest, before, new, num_tokens

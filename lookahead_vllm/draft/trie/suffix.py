@@ -14,8 +14,6 @@ The two sparse suffixes, which leave out the last token, match again in a text t
 one word changed. Source: sparse contexts in context mixing compressors (PAQ).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

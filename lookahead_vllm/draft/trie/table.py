@@ -15,8 +15,6 @@ every token that followed the suffix. Nothing points to an edge:
   which is compared exactly, not by hash.
 """
 
-from __future__ import annotations
-
 import mmap
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The lookahead branch of a step: whose combs are sent, and whether they are worth their cost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -9,8 +9,6 @@ they have the mask and the positions of the paper. The model's choices after the
 level become the next level: one Jacobi iteration, and W n-grams, one in each column.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,19 +1,14 @@
 """What tree attention computes in a forward pass, and what is left for vLLM's own kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
-    from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
+from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 
 
 class GraphBuffers(NamedTuple):

@@ -1,20 +1,15 @@
 """Where draft trees may branch: attention can verify them, and accepted KV can be moved."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from lookahead_vllm.engine.attention.tree_attention import TreeAttention
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.pipeline import gather_from_stages
 from lookahead_vllm.engine.recurrent.states import LAYERS, RequestStates, is_recurrent, kinds_of
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from lookahead_vllm.engine.attention.tree_attention import TreeAttention
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -1,7 +1,5 @@
 """vLLM's CPU attention backend, with tree attention for the rows of requests with drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any

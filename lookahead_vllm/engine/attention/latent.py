@@ -6,8 +6,6 @@ are overwritten. They attend as vLLM's decode rows do: the queries are projected
 the latents (weight absorption).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace

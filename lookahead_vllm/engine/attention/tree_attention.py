@@ -1,7 +1,5 @@
 """What the attention of a device tells the model runners, whatever the device."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Source: the critical decoding length, Lookahead (KDD 2024), section 3.2.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -51,10 +49,10 @@ def begin_to_draft(runner: MeasuredRunner) -> None:
     Every rank must call this.
     """
     drafter = runner.drafter
-    cost, file = step_cost(runner) if drafter.options.budget == "auto" else (None, None)
+    cost = step_cost(runner) if drafter.options.budget == "auto" else None
     if cost is not None:
         cost.parts = drafter.options.parallel
-    drafter.begin(runner.vllm_config, cost, file)
+    drafter.begin(runner.vllm_config, cost)
     options = drafter.options
     why = f"the budget is fixed at {options.budget} nodes"
     if cost is not None:
@@ -67,10 +65,10 @@ def begin_to_draft(runner: MeasuredRunner) -> None:
     )
 
 
-def step_cost(runner: MeasuredRunner) -> tuple[StepCost, Path]:
+def step_cost(runner: MeasuredRunner) -> StepCost:
     """The cost of a step of this engine's model, in seconds: from the cache, or measured.
 
-    Also returns the file that keeps it. Every rank must call this.
+    Every rank must call this.
     """
     plan = PassPlan(runner)
     path = _file_of(runner, plan)
@@ -104,7 +102,7 @@ def step_cost(runner: MeasuredRunner) -> tuple[StepCost, Path]:
         1e6 * trees,
         path,
     )
-    return cost, path
+    return cost
 
 
 def _cost_of(plan: PassPlan, times: Mapping[str, float]) -> StepCost:

@@ -5,25 +5,20 @@ of all passes: what disturbs one round for a while disturbs no single size. Time
 rounds do not agree are uncertain.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
 
 from lookahead_vllm.draft.tree import DraftTree
+from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.pipeline import gather_from_stages
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Tokens of the forward passes that are timed without attention to a context."""

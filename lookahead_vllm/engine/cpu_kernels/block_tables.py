@@ -3,8 +3,6 @@
 They take what vLLM's kernels take; see `input_batch.py` for slots and starts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

@@ -5,8 +5,6 @@ those of the step's requests. Requests of a step have the rows `starts[i]` to `s
 the logits `first_logits[i]` to `first_logits[i + 1]`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces

@@ -6,8 +6,6 @@ offset 0, draft tokens behind it. Where the history of a row matters, the functi
 trees compute it: these rows are chains.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,10 +1,17 @@
 """The kernels of logprobs, those of prompts included."""
 
-from __future__ import annotations
+from collections.abc import Iterator
 
 import torch
 
 from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
+
+ROWS = 32
+"""Rows of logits at a time: a long prompt's, in several copies, would take gigabytes."""
+
+
+def _parts(num_rows: int) -> Iterator[slice]:
+    return (slice(first, first + ROWS) for first in range(0, num_rows, ROWS))
 
 
 @replaces("gpu.sample.logprob._topk_log_softmax_kernel", of_tensors=True)
@@ -18,9 +25,11 @@ def log_softmax_of_ids(
     num_ids: int,
     vocab: int,
 ) -> None:
-    values = logits.float()
-    values = values - values.amax(dim=1, keepdim=True)
-    out.copy_(values.gather(1, ids) - values.exp().sum(dim=1, keepdim=True).log())
+    for rows in _parts(len(logits)):
+        values = logits[rows].float()
+        values = values - values.amax(dim=1, keepdim=True)  # not in place: these may be the logits
+        chosen = values.gather(1, ids[rows])
+        out[rows] = chosen - values.exp_().sum(dim=1, keepdim=True).log()
 
 
 @replaces("gpu.sample.logprob._ranks_kernel", of_tensors=True)
@@ -34,9 +43,11 @@ def count_at_least_as_likely(
     BLOCK_SIZE: int,
 ) -> None:
     """A token of -inf also counts what vLLM pads the vocabulary with."""
-    own = logits.gather(1, ids[:, None].long())
     num_padding = -vocab % BLOCK_SIZE
-    ranks.copy_((logits >= own).sum(dim=1) + num_padding * own[:, 0].isneginf())
+    for rows in _parts(len(logits)):
+        own = logits[rows].gather(1, ids[rows, None].long())
+        counts = (logits[rows] >= own).sum(dim=1)
+        ranks[rows] = counts + num_padding * own[:, 0].isneginf()
 
 
 @replaces("gpu.sample.logprob._fill_logprob_token_ids_kernel")

@@ -4,8 +4,6 @@ A request's states are in columns of its block table: the running state's, and o
 token. Its windows of inputs are all in the running state's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

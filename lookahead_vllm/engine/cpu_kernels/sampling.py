@@ -3,8 +3,6 @@
 They take what vLLM's kernels take; `slots` has the slot of each row of logits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

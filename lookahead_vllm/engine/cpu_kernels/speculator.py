@@ -1,7 +1,5 @@
 """The kernels with which vLLM's speculators prepare their inputs."""
 
-from __future__ import annotations
-
 from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
 
 _AR = "gpu.spec_decode.target_dependent_ar.speculator."

@@ -1,18 +1,15 @@
 """The cache file of an engine: its path, and the fingerprint of its tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+from vllm.config import ModelConfig, VllmConfig
 
 from lookahead_vllm.draft.cache import file as cache_file
-from lookahead_vllm.draft.cache.keeper import Cacheable, CacheKeeper
+from lookahead_vllm.draft.cache.keeper import CacheKeeper
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.proposer import Proposer
 from lookahead_vllm.options.server import LookaheadOptions
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-
-    from lookahead_vllm.draft.proposers.proposer import Proposer
 
 SAVE_SECONDS = 60.0
 """Between two saves, if something was learned."""
@@ -29,8 +26,8 @@ def open_cache(
     if rank := vllm_config.parallel_config.data_parallel_index:
         path = path.with_name(f"{path.name}.dp{rank}")
     tokenizer = fingerprint_of(vllm_config.model_config)
-    keeps = cast(Cacheable, proposer)  # the options were checked
-    return CacheKeeper(keeps, path, SAVE_SECONDS, tokenizer)
+    trie = cast("NGramTrieProposer", proposer)  # the options were checked
+    return CacheKeeper(trie, path, SAVE_SECONDS, tokenizer)
 
 
 def fingerprint_of(model_config: ModelConfig) -> str:

@@ -5,8 +5,6 @@ trie adds too little to the chains, the host launches the next step with them wi
 vLLM does with that drafter, and fills in their tokens once they have arrived.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,32 +1,27 @@
 """The proposer of a worker, with all that it needs: cost, cache file, fleet, counters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 from llvmlite.binding import ffi
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
-from lookahead_vllm import compilation
+from lookahead_vllm import compilation, machine
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
+from lookahead_vllm.draft.cache.keeper import CacheKeeper
+from lookahead_vllm.draft.fleet.exchange import Exchange
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.proposers.proposer import NoProposer, Proposer
 from lookahead_vllm.draft.proposers.registry import make_proposer
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftTreeError
 from lookahead_vllm.engine import config
+from lookahead_vllm.engine.attention.branching import Branching
 from lookahead_vllm.engine.drafter.cache import open_cache
 from lookahead_vllm.engine.drafter.fleet import join_fleet
 from lookahead_vllm.engine.drafter.recorder import Counters, StepRecorder
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from lookahead_vllm.draft.cache.keeper import CacheKeeper
-    from lookahead_vllm.draft.fleet.exchange import Exchange
-    from lookahead_vllm.engine.attention.branching import Branching
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -59,6 +54,22 @@ STALL_SECONDS, STALL_SLOWDOWN = 1.0, 20.0
 way, for instance by a debugger."""
 
 
+MAX_GROWERS = 3
+CORES_PER_GROWER = 4
+"""Of each rank on a machine; vLLM's own threads need the others."""
+
+
+def num_growers(parallel: ParallelConfig) -> int:
+    """How many threads grow trees beside the step's own.
+
+    They wait for the last fifth of each step. None on a CPU, whose cores run the model.
+    """
+    if current_platform.is_cpu():
+        return 0
+    ranks = parallel.local_world_size * parallel.data_parallel_size_local
+    return min(MAX_GROWERS, machine.num_cores() // (CORES_PER_GROWER * max(ranks, 1)))
+
+
 class LookaheadDrafter:
     """Holds the proposer of a worker.
 
@@ -86,12 +97,15 @@ class LookaheadDrafter:
         self.proposer: Proposer = NoProposer()
         self._cache: CacheKeeper | None = None
         self._exchange: Exchange | None = None
-        self._cost_file: Path | None = None
         self.recorder = StepRecorder()
         self.max_model_len = vllm_config.model_config.max_model_len
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         row_bytes = self.vocab_size * vllm_config.model_config.dtype.itemsize
-        self.max_step_nodes = max(MAX_LOGITS_BYTES // row_bytes, self.options.decoding_length)
+        most = self.options.decoding_length
+        self.max_step_nodes = min(
+            max(MAX_LOGITS_BYTES // row_bytes, most),
+            most * vllm_config.scheduler_config.max_num_seqs,
+        )
         self.reads_reasoning = bool(vllm_config.structured_outputs_config.reasoning_parser)
         """Whether a grammar may begin only after the reasoning, which vLLM looks for."""
         compilation.wait()
@@ -103,12 +117,10 @@ class LookaheadDrafter:
         if not branching.has_drafts:
             self.max_step_nodes = 0
 
-    def begin(
-        self, vllm_config: VllmConfig, cost: StepCost | None, cost_file: Path | None = None
-    ) -> None:
+    def begin(self, vllm_config: VllmConfig, cost: StepCost | None) -> None:
         """Choose the proposer by the cost of a step, and make it on the rank that drafts.
 
-        `cost` is None if the budget is fixed; else `cost_file` keeps it for the next start.
+        `cost` is None if the budget is fixed.
         """
         self.options = self.options.for_step_cost(cost.critical_decoding_length if cost else 0)
         if not self.is_drafting_rank:
@@ -116,7 +128,7 @@ class LookaheadDrafter:
         num_tokens = vllm_config.scheduler_config.max_num_seqs * self.max_model_len
         self.proposer = make_proposer(self.options, num_tokens)
         self.proposer.cost = cost
-        self._cost_file = cost_file
+        self.proposer.use_threads(num_growers(vllm_config.parallel_config))
         self._cache = open_cache(vllm_config, self.options, self.proposer)
         self._exchange = join_fleet(vllm_config, self.options, self.proposer)
         if self._exchange is not None:
@@ -159,16 +171,11 @@ class LookaheadDrafter:
             report.plain_seconds += cost.predict(work.without_drafts())
 
     def shutdown(self) -> None:
-        """Leave the fleet, save the cache, and remove a kept cost that serving disproved, because
-        the engine ends."""
+        """Leave the fleet, and save the cache, because the engine ends."""
         if self._exchange is not None:
             self._exchange.close()
         if self._cache is not None:
             self._cache.close()
-        cost = self.proposer.cost
-        if self._cost_file is not None and cost is not None and cost.is_overestimated:
-            with suppress(OSError):
-                self._cost_file.unlink(missing_ok=True)
 
     def checked(self, forest: DraftForest, max_nodes: Int64s) -> DraftForest:
         """The forest without malformed trees; `max_nodes` int64 [t]: of each tree."""

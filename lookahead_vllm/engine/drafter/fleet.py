@@ -1,23 +1,19 @@
 """An engine's place in its fleet: which engines share, and the client of their server."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from vllm.config import ModelConfig, VllmConfig
 
 from lookahead_vllm.draft.fleet.exchange import TIMEOUT_SECONDS, Exchange
+from lookahead_vllm.draft.fleet.member import Member
 from lookahead_vllm.draft.fleet.pieces import FORMAT
-from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.draft.proposers.ngram_trie import SUFFIXES, NGramTrieProposer
+from lookahead_vllm.draft.proposers.proposer import Proposer
 from lookahead_vllm.engine.drafter.cache import fingerprint_of
 from lookahead_vllm.options.server import LookaheadOptions
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-
-    from lookahead_vllm.draft.proposers.proposer import Proposer
 
 PREFIX = "lookahead"
 """All keys in the server begin with it."""
@@ -42,7 +38,7 @@ def join_fleet(
     model_config = vllm_config.model_config
     trie = cast(NGramTrieProposer, proposer)  # the options were checked
     return Exchange(
-        Replica(trie),
+        Member(trie),
         lambda: connect(url),
         f"{PREFIX}:{fingerprint_of_engine(model_config, options.share)}",
         MAX_MESSAGES,

@@ -5,15 +5,13 @@ the scheduler reserves slots for drafts (`scheduler/scheduler.py`). The drafting
 them here once it has the tokens: it learns, grows, and sends what pays.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.v1.core.sched.output import NewRequestData
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.jit import Int64s
@@ -35,9 +33,6 @@ from lookahead_vllm.engine.drafter.waiter import Waiter
 from lookahead_vllm.engine.grammar.copies import GrammarCopies
 from lookahead_vllm.engine.step.drafts import NOTHING_PLANNED, Drafts, Plan
 from lookahead_vllm.engine.step.step import Step
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import NewRequestData
 
 PROBE_EVERY = 4
 """While no slots are reserved, trees are grown in every fourth step, to see whether they pay."""
@@ -92,7 +87,7 @@ class LateDrafts:
         Takes lookahead's options out of its sampling parameters.
         """
         if new.req_id in self._requests:
-            self.learn()
+            self.count()
             if self._requests.is_next_turn(new):
                 self.finish(new.req_id)
         self._requests.start(new)
@@ -133,9 +128,9 @@ class LateDrafts:
             sizes[requests[trees.rows]] = trees.forest.sizes
             chains.note(sizes[plan.wanted.rows], plan.wanted)
 
-    def learn(self, wait: bool = True, kept: int = 0) -> None:
-        """Pass the tokens of all steps but the last `kept` ones to the proposer; without `wait`, of
-        those that have ended.
+    def count(self, wait: bool = True, kept: int = 0) -> None:
+        """Count the tokens of all steps but the last `kept` ones, and pass them to the proposer;
+        without `wait`, of those that have ended.
 
         Waiting leaves the GIL to others.
         """
@@ -201,11 +196,11 @@ class LateDrafts:
             if (chains := self._chains_alone(plan, most)) is not None:
                 return chains
         later = self._num_later(plan.wanted.rows)
-        self.learn(kept=later + 1)
+        self.count(kept=later + 1)
         before = self._steps[0] if len(self._steps) > later else None
         is_planned = self._prepare(plan, before)
         if before is not None:
-            self._waiter.wait(before)
+            self._waiter.wait(before, self._drafter.proposer.stand_by)
         with self._drafter.recorder.drafting():
             drafts = self._draft(plan, before, is_planned, most)
             if self._chains is not None:
@@ -239,7 +234,7 @@ class LateDrafts:
         self._steps_without_slots += 1
         if self._steps_without_slots % PROBE_EVERY:
             return False
-        self.learn(wait=False)
+        self.count(wait=False)
         most = self._drafter.options.decoding_length
         plan = self._plan(scheduled, dict.fromkeys(scheduled, most))
         drafts = self._draft(plan, None, self._prepare(plan, None), self._drafter.max_step_nodes)
@@ -350,7 +345,7 @@ class LateDrafts:
         return drafts._replace(forest=forest, from_proposer=~under, pays=forest.num_nodes > 0)
 
     def _chains_alone(self, plan: Plan, most: int) -> Drafts | None:
-        """See `ChainDrafts.alone`; learns from all steps but the last one."""
+        """See `ChainDrafts.alone`; counts all steps but the last one."""
         proposer, rows = self._drafter.proposer, plan.wanted.rows
         if self._chains is None or not self.may_skip_wait or not self._steps or self._grammars:
             return None
@@ -360,7 +355,7 @@ class LateDrafts:
         last = self._steps[-1]
         drafts = self._chains.alone(plan.req_ids, plan.wanted, last, proposer, most)
         if drafts is not None:
-            self.learn(kept=1)
+            self.count(kept=1)
         return drafts
 
     def _limits(self, wanted: WantedDrafts) -> Int64s:

@@ -1,13 +1,12 @@
 """The live requests of a worker: what they ask of lookahead, and how far they have come."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.progress import Progress
@@ -16,10 +15,6 @@ from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.grammar.copies import GrammarCopies
 from lookahead_vllm.options import request as request_options
 from lookahead_vllm.options.request import RequestOptions
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import NewRequestData
 
 MAX_TOKENS_READ = 1 << 19
 """The most tokens that vLLM reads to find the end of one request's reasoning. Under a grammar it
@@ -135,7 +130,7 @@ class LiveRequests:
         assert prompt is not None
         request.is_known = True
         with drafter.surviving("begin with a request"):
-            texts = options.references, options.proposer, options.spellings
+            texts = options.references, options.spellings
             drafter.proposer.start(req_id, prompt, options.namespace, *texts)  # type: ignore[arg-type]
             most = drafter.max_model_len if params.max_tokens is None else params.max_tokens
             stops = {params.eos_token_id, *(params.stop_token_ids or ())}

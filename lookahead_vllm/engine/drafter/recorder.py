@@ -1,7 +1,5 @@
 """What a worker counts and times: since it started, and for the report of the current step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

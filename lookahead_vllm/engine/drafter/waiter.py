@@ -1,7 +1,5 @@
 """Waits for the tokens of a step."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,14 +30,15 @@ class Waiter:
         self._durations: deque[float] = deque(maxlen=8)
         """Seconds from the launch of the last steps to their tokens."""
 
-    def wait(self, step: Step) -> None:
-        """Wait for the tokens of a step."""
+    def wait(self, step: Step, stand_by: Callable[[], None] = lambda: None) -> None:
+        """Wait for the tokens of a step; calls `stand_by` before it polls."""
         if step.has_ended:
             return
         shortest = min(self._durations, default=0.0)
         end = step.launched + SLEEP_SHARE * shortest
         self._work(end - time.perf_counter())
         time.sleep(max(end - time.perf_counter(), 0.0))
+        stand_by()
         give_up = time.perf_counter() + POLL_SECONDS
         while not step.has_ended:
             if time.perf_counter() > give_up:

@@ -4,8 +4,6 @@ The patches are made in processes that make an engine with lookahead. Requests o
 it pass through unchanged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -44,7 +42,6 @@ def install() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     from lookahead_vllm.engine.front_end import stat_logger, streams
 
@@ -55,8 +52,6 @@ def install() -> None:
     patches.patch(ResponsesRequest, "to_sampling_params", tool_results.with_tool_results)
     patches.patch(serving, "UsageInfo", usage.with_predicted_tokens)
     patches.patch(AsyncLLM, "generate", with_early_check)
-    patches.patch(AsyncLLM, "add_request", preparing_core_requests)
-    patches.patch(LLMEngine, "add_request", preparing_core_requests)
     patches.patch(InputProcessor, "process_inputs", preparing)
     patches.patch(SamplingParams, "_validate_spec_decode", allowing_every_parameter)
 
@@ -164,21 +159,6 @@ def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
         return request
 
     return process_inputs
-
-
-def preparing_core_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`add_request` of an engine, which also prepares an `EngineCoreRequest` that a caller made."""
-    from vllm.v1.engine import EngineCoreRequest
-
-    @functools.wraps(original)
-    def add_request(self: Any, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(prompt, EngineCoreRequest):
-            params = prompt.sampling_params
-            if params is not None and not request_options.is_marked(params.extra_args):
-                _prepare(self.input_processor, prompt)
-        return original(self, request_id, prompt, *args, **kwargs)
-
-    return add_request
 
 
 def _prepare(processor: Any, request: Any) -> None:

@@ -5,26 +5,22 @@ of every server in the environment, even with `--disable-log-stats` and without 
 logger is added where vLLM makes its own, which it does only if stats are enabled.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs, core_client
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, StatLoggerManager
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from lookahead_vllm.draft.sources import NAMES
 from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.step_report import ReportingStats, StepReport
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 PREFIX = "lookahead_vllm:"
 
@@ -247,7 +243,7 @@ class EngineMetrics:
         for length, requests in report.lengths.items():
             for _ in range(requests):
                 self._lengths.observe(length)
-        for nodes in report.budgets:
+        for nodes in report.nodes_sent:
             self._nodes.observe(nodes)
         for predicted, measured in report.costs:
             self._error.observe(abs(measured - predicted) / predicted)

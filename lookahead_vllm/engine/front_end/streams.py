@@ -4,8 +4,6 @@ vLLM's tool and reasoning parsers read a stream delta by delta, and many of them
 a delta, as plain vLLM sends it. They lose or double text if a delta has several.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator

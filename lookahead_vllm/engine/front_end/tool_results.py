@@ -4,8 +4,6 @@ An agent reads a file with line numbers and writes a part of it as a JSON string
 numbers, and with quotes and line ends escaped. No n-gram of what it has read matches that.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

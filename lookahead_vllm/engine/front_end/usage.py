@@ -1,7 +1,5 @@
 """How many tokens of OpenAI's Predicted Outputs were accepted, in the `usage` of the answer."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing

@@ -6,21 +6,16 @@ second time and advances the copy by itself. A copy that is missing, late or wro
 drafts: the scheduler's grammar makes the masks.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine.grammar.tree_walk import GrammarTreeWalk, accept_tokens_one_by_one
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import NewRequestData
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -100,7 +95,7 @@ class GrammarCopies:
         grammar = None if request_id in self._unread else structured.grammar
         if self._manager is None or grammar is None or isinstance(grammar, Exception):
             return EMPTY_TREE
-        return GrammarTreeWalk(self._manager, request, tree, max_nodes, max_depth).run().tree
+        return GrammarTreeWalk(self._manager, request, tree, max_nodes, max_depth).run()
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""

@@ -1,7 +1,5 @@
 """Grammar masks on the device, as many as a step needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

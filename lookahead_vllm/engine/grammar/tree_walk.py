@@ -1,26 +1,21 @@
 """Draft trees under a grammar: remove forbidden nodes, add dictated ones, mask every node."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import vllm
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from lookahead_vllm.draft.sources import GRAMMAR
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import patches
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-    from vllm.v1.structured_output import StructuredOutputManager
-    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
-
 
 MAX_TOKEN_LENGTH = 16
 """Characters of a dictated text that are encoded for each token that may be drafted."""
@@ -65,21 +60,6 @@ def split_masks(output: GrammarOutput, num_nodes: Sequence[int]) -> list[NDArray
     if EQUALLY_MANY_MASKS:
         return np.split(masks, len(num_nodes))
     return np.split(masks, np.cumsum(np.array(num_nodes) + 1)[:-1])
-
-
-class GrammarDraft(NamedTuple):
-    """A draft tree that its grammar allows, with a mask for each node.
-
-    Attributes
-    ----------
-    tree
-        Without the nodes that the grammar forbids, and with the tokens that it dictates.
-    bitmask : int32 [n + 1, ceil(vocabulary / 32)]
-        The tokens allowed after the root, then after each node.
-    """
-
-    tree: DraftTree
-    bitmask: NDArray[np.int32]
 
 
 class GrammarTreeWalk:
@@ -136,19 +116,17 @@ class GrammarTreeWalk:
         self._visit(-1, [], self._state_after([])[1], True)
         return self._bits
 
-    def run(self) -> GrammarDraft:
+    def run(self) -> DraftTree:
+        """The tree without what the grammar forbids, and with the tokens that it dictates."""
         num_proposed = len(self._tokens)
         self._visit(-1, [], self._state_after([])[1], True)
         kept = [*sorted(self._kept), *range(num_proposed, len(self._tokens))]
         index = {-1: -1} | {node: i for i, node in enumerate(kept)}
-        return GrammarDraft(
-            DraftTree.from_lists(
-                [self._tokens[node] for node in kept],
-                [index[self._parents[node]] for node in kept],
-                [self._probs[node] for node in kept],
-                [self._sources[node] for node in kept],
-            ),
-            self._bits[[0, *(node + 1 for node in kept)]],
+        return DraftTree.from_lists(
+            [self._tokens[node] for node in kept],
+            [index[self._parents[node]] for node in kept],
+            [self._probs[node] for node in kept],
+            [self._sources[node] for node in kept],
         )
 
     def _visit(self, node: int, path: list[int], is_masked: bool, is_best: bool) -> None:

@@ -5,8 +5,6 @@ and the gated delta net's kernel for drafts rounds differently from its kernel f
 they are replaced for chains, too.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Only in steps with branching trees: vLLM's kernels compute chains there, and the
 Not run on a GPU yet.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

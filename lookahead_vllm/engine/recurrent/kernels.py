@@ -5,8 +5,6 @@ that vLLM treats as decodes go to `verify/recurrence/`, and vLLM computes prompt
 the patches for both devices; `cpu.py` and `gpu.py` have the others.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

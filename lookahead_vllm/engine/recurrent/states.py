@@ -4,11 +4,9 @@ vLLM gives a request 1 + K state slots, K being `num_speculative_tokens`, and re
 index is the number of accepted tokens. So K nodes fit, in a tree of any shape.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +27,7 @@ from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import config, patches
@@ -36,11 +35,7 @@ from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify.recurrence import StateMover
 from lookahead_vllm.verify.recurrence.cpu import supported
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from lookahead_vllm.verify.walk import Walk
+from lookahead_vllm.verify.walk import Walk
 
 PARENTS = "lookahead_parents"
 """Attribute of the metadata of recurrent layers: int32 [tokens of the step], as in

@@ -1,7 +1,5 @@
 """vLLM's executor, which starts the workers of several replicas."""
 
-from __future__ import annotations
-
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from lookahead_vllm.engine import config

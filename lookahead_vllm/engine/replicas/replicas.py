@@ -6,12 +6,15 @@ Source: Lookahead Decoding (ICML 2024), section 3.4.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_world_group, init_model_parallel_group
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import GrammarOutput
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.parts import ForestParts
@@ -20,11 +23,6 @@ from lookahead_vllm.engine import config
 from lookahead_vllm.engine.grammar.tree_walk import joined_masks, split_masks
 from lookahead_vllm.engine.step.placed_trees import root_rows
 from lookahead_vllm.verify.choices import Choices, top_choices
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import GrammarOutput
 
 
 def become_replica(vllm_config: VllmConfig) -> None:

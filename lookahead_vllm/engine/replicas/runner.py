@@ -10,15 +10,15 @@ The ranks exchange tokens on their hosts, so a step with drafts ends only when t
 Source: Lookahead Decoding (ICML 2024), section 3.4.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_world_group
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.parts import ForestParts, cut_into_parts
@@ -39,10 +39,6 @@ from lookahead_vllm.verify.acceptance import accepted_paths, emitted_tokens
 from lookahead_vllm.verify.choices import Choices
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class ReplicaSampler(NodeSampler):

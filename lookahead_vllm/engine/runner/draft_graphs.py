@@ -6,8 +6,6 @@ numbers of tokens: vLLM's kernels read the lengths of the requests on the device
 reads the trees from fixed buffers. Steps with prompts never use them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

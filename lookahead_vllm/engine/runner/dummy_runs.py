@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.platforms import current_platform
 
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine import patches
@@ -65,8 +66,13 @@ class DummyRuns(_Base):
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """Sample one row of each request, as vLLM does when it measures the memory that a step
-        needs, and allocate the logits of a step with the most nodes."""
+        needs, and allocate the logits of a step with the most nodes.
+
+        On a CPU, what is allocated once counts as taken, and steps have few nodes.
+        """
         super()._dummy_sampler_run(hidden_states)
+        if current_platform.is_cpu():
+            return
         rows = min(len(hidden_states) + self.drafter.max_step_nodes, self.max_num_tokens)
         if self.lora_config is None:
             zeros = hidden_states.new_zeros(rows, hidden_states.shape[1])
@@ -89,7 +95,10 @@ class DummyRuns(_Base):
     def warming_up(self) -> Iterator[None]:
         """In the block, vLLM's made-up requests get drafts, and nothing is learned from them."""
         drafter = self.drafter
-        drafts = WarmUpDrafts(drafter.may_branch, drafter.max_step_nodes)
+        most = drafter.max_step_nodes
+        if current_platform.is_cpu():  # whose kernels are compiled for any number of rows
+            most = min(most, 2 * self.max_num_reqs)
+        drafts = WarmUpDrafts(drafter.may_branch, most)
         masks: Any = self.structured_outputs_worker
         with (
             patches.swapped(self, "_late", drafts),

@@ -1,12 +1,10 @@
 """Steps with drafts in captured graphs, on Model Runner V2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +12,12 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
-from vllm.v1.worker.gpu.input_batch import set_dummy_context
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch, set_dummy_context
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from lookahead_vllm.draft.jit import Int32s
@@ -33,11 +33,6 @@ from lookahead_vllm.engine.step.step import State, Step
 from lookahead_vllm.engine.step.tail import Draws, Sampled, run_tail
 from lookahead_vllm.verify.layout.fixed_batch import NO_STARTS, FixedBatch
 from lookahead_vllm.verify.layout.node_layout import width_for, width_of
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -214,7 +209,7 @@ class GraphRunner(LookaheadRunner):
         else:
             drafts = step.drafts
             graph.trees.write(drafts.forest, step.rows, split.starts, drafts.num_tokens - 1)
-        step.elapsed = self._clock.tick()
+        step.elapsed = self._tick()
         return desc
 
     def _begin_graph(self, desc: BatchExecutionDescriptor) -> None:

@@ -1,19 +1,15 @@
 """What lookahead adds to vLLM's state of a model, which prepares its inputs and its metadata."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.recurrent import states as recurrent
 from lookahead_vllm.engine.step.step import State, ThisStep
 from lookahead_vllm.verify.transfer import to_device
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 
 Prepare = Callable[..., dict[str, Any]]
 

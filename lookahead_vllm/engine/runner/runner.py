@@ -1,33 +1,34 @@
 """vLLM's Model Runner V2 with draft trees that are grown late: draft, trim, place, verify."""
 
-from __future__ import annotations
-
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.states import RequestState
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s
-from lookahead_vllm.engine import messages, patches, step_report
+from lookahead_vllm.engine import messages, patches
 from lookahead_vllm.engine.attention import branching
 from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.attention.tree_attention import TreeAttention
 from lookahead_vllm.engine.config import options_of
-from lookahead_vllm.engine.cost.clock import StepClock
 from lookahead_vllm.engine.cost.measure import begin_to_draft
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
@@ -51,12 +52,6 @@ from lookahead_vllm.engine.step.step import State, Step
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.outputs import DraftTokenIds
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.states import RequestState
 
 _TREES = "lookahead_trees"
 """Attribute of what a pipeline stage awaits from the last one: the `ComputedTrees` of that step."""
@@ -110,8 +105,9 @@ class LookaheadRunner(DummyRuns):
         """Whether layers let go of blocks that have left their windows."""
         self._num_logits: Int32s | None = None
         """The rows of logits of each request, until the step's adapters are set."""
-        self._clock = StepClock()
-        """Ticks when a step is launched."""
+        self._clock = time.perf_counter
+        self._launched: float | None = None
+        """When the last step was launched."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
 
@@ -177,7 +173,7 @@ class LookaheadRunner(DummyRuns):
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.finished_req_ids:
-            self._late.learn(wait=False)  # their last tokens have arrived, as they are finished
+            self._late.count(wait=False)  # their last tokens have arrived, as they are finished
         super().finish_requests(scheduler_output)
         for req_id in scheduler_output.finished_req_ids:
             self._late.finish(req_id)
@@ -205,7 +201,6 @@ class LookaheadRunner(DummyRuns):
         if dummy_run:
             self.step.may_repeat = False  # it uses the same buffers
         else:
-            self._clock.pause(messages.pause_before(scheduler_output))
             step = self._begin(scheduler_output)
             if step.repeats:
                 return step.found
@@ -307,7 +302,7 @@ class LookaheadRunner(DummyRuns):
         drafter, drafts = self.drafter, NO_TREES
         if drafter.is_drafting_rank:
             drafts = self._late.grow(step, self._chains_only(step.scheduled))
-            drafter.recorder.report.budgets.append(drafts.forest.num_nodes)
+            drafter.recorder.report.nodes_sent.append(drafts.forest.num_nodes)
         group = get_tp_group()
         if group.world_size > 1:
             drafts = group.broadcast_object(drafts, src=0)
@@ -362,7 +357,7 @@ class LookaheadRunner(DummyRuns):
             if step.whole.forest.num_nodes:
                 self._place(step)
             self._attend(step.trees)
-            step.elapsed = self._clock.tick()
+            step.elapsed = self._tick()
         return step.tables, step.slots
 
     def _attend(self, trees: PlacedTrees) -> None:
@@ -417,7 +412,7 @@ class LookaheadRunner(DummyRuns):
             context = get_forward_context()
             context.is_padding = shape.is_padding()
             context.attn_metadata = LateMetadata(partial(self._build_metadata, step))
-            step.elapsed = self._clock.tick()
+            step.elapsed = self._tick()
         return forward(*args, **inputs)
 
     def _build_metadata(self, step: Step) -> dict[str, Any]:
@@ -501,13 +496,13 @@ class LookaheadRunner(DummyRuns):
             scheduled = step.scheduled.num_scheduled_tokens
             report = LateReport({}, late.would_pay(scheduled))
             if late.could_draft(scheduled):
-                self.drafter.recorder.report.budgets.append(0)
+                self.drafter.recorder.report.nodes_sent.append(0)
         step.output = output
         step.chains = None if self.trained is None else self.trained.chains
         late.add_step(step)
         self._measure(step)
+        report = report._replace(numbers=self.drafter.recorder.take_report())
         messages.attach(output.model_runner_output, report)
-        step_report.attach(output.model_runner_output, self.drafter.recorder.take_report())
         return output
 
     def _keep_trees(self, step: Step) -> None:
@@ -530,6 +525,8 @@ class LookaheadRunner(DummyRuns):
         setattr(pending, _TREES, ComputedTrees.of(layout, batch, step.slots, states))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
+        if not self.vllm_config.scheduler_config.async_scheduling:
+            return None  # vLLM asks after the step
         drafts = self.step.whole
         drafted = np.flatnonzero(drafts.forest.sizes)
         forest = drafts.forest.take(drafted, drafts.forest.sizes[drafted])
@@ -545,6 +542,11 @@ class LookaheadRunner(DummyRuns):
     def forward_passes(self) -> RunnerPasses:
         """Passes to measure the cost of a step with."""
         return RunnerPasses(self)
+
+    def _tick(self) -> float | None:
+        """A step is launched; returns the seconds since the one before."""
+        last, self._launched = self._launched, self._clock()
+        return None if last is None else self._launched - last
 
     def _measure(self, step: Step) -> None:
         """Measure the step before: the time from its launch to this one, which may have waited.
@@ -562,7 +564,7 @@ class LookaheadRunner(DummyRuns):
 
     def shutdown(self) -> None:
         try:
-            self._late.learn()
+            self._late.count()
         finally:  # the device may have failed
             self.drafter.shutdown()
             self._grammars.shutdown()

@@ -1,7 +1,5 @@
 """The speculator that vLLM's runner calls for drafts after each step: it makes none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from lookahead_vllm.engine.recurrent.states import StatePlaces
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import walk
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class ComputedTrees(NamedTuple):

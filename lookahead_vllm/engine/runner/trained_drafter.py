@@ -7,19 +7,20 @@ writes its own KV anew for all rows of the batch. What it proposes goes to the h
 evidence for the trees of the next step (`draft/trie/chains.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu import async_utils, spec_decode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as target_dependent
+from vllm.v1.worker.gpu.states import RequestState
 
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES, PROPOSED, no_chains
 from lookahead_vllm.draft.tree import UNKNOWN
@@ -27,12 +28,6 @@ from lookahead_vllm.draft.trie.recycling import GAPS
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.step.step import Chains, ThisStep
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu.states import RequestState
 
 
 def make_speculator(config: VllmConfig, device: torch.device, states: RequestState) -> Any:

@@ -1,7 +1,5 @@
 """Drafts for the made-up requests of vLLM's warm-up, so that it compiles what serving needs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 
@@ -40,7 +38,7 @@ class WarmUpDrafts:
     def add_step(self, step: Step) -> None:
         """Do nothing."""
 
-    def learn(self, wait: bool = True) -> None:
+    def count(self, wait: bool = True) -> None:
         """Do nothing."""
 
     def would_pay(self, scheduled: Any) -> bool:

@@ -5,24 +5,21 @@ grammars, encoder inputs, what ends with it. Most requests of a step need none o
 counted here in a short loop, and vLLM's gets the others.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
-from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
+MOST_ENDED = 64
+"""So many ended requests may be remembered, or as many as twice those that are live."""
 
 
 class ContinuedRequests:
@@ -48,13 +45,15 @@ class ContinuedRequests:
             and not (scheduler.perf_metrics and scheduler.perf_metrics.is_enabled())
         )
         self._stops: dict[str, frozenset[int]] = {}
-        """By id of a request that may be counted here: the tokens that end it."""
+        """By id of a request that may be counted here, or has ended: the tokens that end it."""
         self._drafts: list[tuple[int, int]] = []
         """Nodes and accepted nodes of each draft since `take_drafts`."""
 
     def start(self, request: Request) -> None:
         """Note a new request, or the next turn of a session."""
-        params = request.sampling_params
+        params, live = request.sampling_params, self._scheduler.requests
+        if len(self._stops) > 2 * len(live) + MOST_ENDED:
+            self._stops = {i: stops for i, stops in self._stops.items() if i in live}
         self._stops.pop(request.request_id, None)
         if (
             self.is_possible
@@ -72,10 +71,6 @@ class ContinuedRequests:
     def __contains__(self, request_id: str) -> bool:
         """Whether a request needs nothing but tokens, as long as it goes on."""
         return request_id in self._stops
-
-    def end(self, request: Request) -> None:
-        """Forget a request."""
-        self._stops.pop(request.request_id, None)
 
     def count(
         self, step: SchedulerOutput, output: ModelRunnerOutput, num_nodes: Mapping[str, int]
@@ -107,11 +102,10 @@ class ContinuedRequests:
         )
         others: dict[str, int] = {}
         for req_id, num_scheduled in step.num_scheduled_tokens.items():
-            stops = self._stops.get(req_id)
-            if stops is None:
+            stops, request = self._stops.get(req_id), requests.get(req_id)
+            if stops is None or request is None:
                 others[req_id] = num_scheduled
                 continue
-            request = requests[req_id]
             tokens = sampled[rows[req_id]]
             num_new = len(tokens)
             if (

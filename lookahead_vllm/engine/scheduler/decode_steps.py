@@ -5,20 +5,17 @@ prompts in chunks, encoder inputs, connectors, preemption. Here the requests onl
 token and their slots. What follows the loop is vLLM's own code.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import Request
 
 from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.request import Request
 
 
 class DecodeSteps:
@@ -43,6 +40,9 @@ class DecodeSteps:
             # New in 0.33: prompts wait for steps that decode.
             and getattr(scheduler, "local_prefill_interval", 1) == 1
         )
+        self._groups = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self._keeps_blocks = all(type(group) is FullAttentionManager for group in self._groups)
+        """Else a step may also free blocks of a request, those before a window or a state."""
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, with the requests' `spec_token_ids`; None if vLLM has to schedule it."""
@@ -95,13 +95,9 @@ class DecodeSteps:
             count = min(1 + len(own), scheduler.max_model_len - computed - 1)
             if ends_in_flight or count <= 0:
                 continue
-            new_blocks = manager.allocate_slots(
-                request, count, num_lookahead_tokens=scheduler.num_lookahead_tokens
-            )
-            assert new_blocks is not None, "there are enough blocks"
             req_id = request.request_id
             scheduled.append(request)
-            counts[req_id], blocks[req_id] = count, new_blocks
+            counts[req_id], blocks[req_id] = count, self._allocate(request, count)
             if own:
                 if count > 1:
                     slots[req_id] = own[: count - 1]
@@ -109,6 +105,28 @@ class DecodeSteps:
         _, num_waiting = scheduler.get_request_counts()
         scheduler.prefill_capacity_bound = num_waiting > len(scheduler.deferred_waiting)
         return self._output(scheduled, counts, slots, blocks)
+
+    def _allocate(self, request: Request, count: int) -> KVCacheBlocks:
+        """The new blocks of a request. It needs one every few steps; vLLM counts its blocks anew in
+        each step."""
+        manager, req_id = self._scheduler.kv_cache_manager, request.request_id
+        ahead = self._scheduler.num_lookahead_tokens
+        if self._keeps_blocks:
+            end = request.num_computed_tokens + count
+            num_known = min(end, request.num_tokens)  # drafts are not cached
+            end = min(end + ahead, manager.max_model_len)
+            for group in self._groups:
+                size = group.block_size
+                if end > size * len(group.req_to_blocks[req_id]) or (
+                    group.enable_caching
+                    and num_known // size > group.num_cached_block.get(req_id, 0)
+                ):
+                    break
+            else:
+                return manager.empty_kv_cache_blocks
+        blocks = manager.allocate_slots(request, count, num_lookahead_tokens=ahead)
+        assert blocks is not None, "there are enough blocks"
+        return blocks
 
     def _output(
         self,

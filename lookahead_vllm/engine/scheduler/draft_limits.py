@@ -1,19 +1,13 @@
 """Limits for the drafts of a step: the tokens and KV blocks that plain vLLM would leave unused."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
-from vllm.v1.request import RequestStatus
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 RECHECK_AFTER_STEPS = 16
 """For so many steps in a row, nothing is kept for a request that vLLM has refused. Then its tokens

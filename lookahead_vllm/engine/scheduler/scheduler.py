@@ -1,19 +1,20 @@
 """vLLM's scheduler, which reserves slots for drafts that the workers grow late."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.v1.core.sched import scheduler
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine import config, messages, patches, step_report
+from lookahead_vllm.engine import config, messages, step_report
 from lookahead_vllm.engine.grammar.tree_walk import (
     GrammarTreeWalk,
     accept_tokens_one_by_one,
@@ -23,17 +24,7 @@ from lookahead_vllm.engine.grammar.tree_walk import (
 from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
 from lookahead_vllm.engine.scheduler.decode_steps import DecodeSteps
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
-from lookahead_vllm.engine.scheduler.held_blocks import HeldBlocks
-from lookahead_vllm.engine.scheduler.late_outputs import LateOutputs
-from lookahead_vllm.engine.scheduler.pauses import Pauses
 from lookahead_vllm.options import request as request_options
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-    from vllm.v1.request import Request
-    from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 PAUSE_AFTER_STEPS = 16
 """After this many steps in a row whose slots were all left empty, none are reserved until the
@@ -62,11 +53,8 @@ class LookaheadScheduler(AsyncScheduler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with patches.swapped(scheduler, "KVCacheManager", HeldBlocks):
-            super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)
         accept_tokens_one_by_one()
-        self.pauses = Pauses()
-        self._late_outputs = LateOutputs()
         self._continued = ContinuedRequests(self)
         self._without_drafts: set[str] = set()
         """Requests that turned lookahead off."""
@@ -105,7 +93,6 @@ class LookaheadScheduler(AsyncScheduler):
         self._continued.start(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self.pauses.end()
         is_paused = (
             self._may_pause
             and self._empty_steps >= PAUSE_AFTER_STEPS
@@ -123,19 +110,14 @@ class LookaheadScheduler(AsyncScheduler):
             output = self._decode_steps.schedule()
         if output is None:
             output = super().schedule(*args, **kwargs)
-        self._send_to_workers(output)
+        for new in output.scheduled_new_reqs:  # the workers keep their references
+            params = self.requests[new.req_id].sampling_params
+            self.requests[new.req_id].sampling_params = request_options.without_references(params)
         for req_id in output.preempted_req_ids or ():
             kept_blocks.pop(req_id, None)
         if kept_blocks:
             messages.attach_kept_blocks(output, kept_blocks)
         return output
-
-    def _send_to_workers(self, output: SchedulerOutput) -> None:
-        """A step was scheduled. The workers keep the references of its new requests."""
-        self.pauses.send(output)
-        for new in output.scheduled_new_reqs:
-            request = self.requests[new.req_id]
-            request.sampling_params = request_options.without_references(request.sampling_params)
 
     def _slots_of(self, request: Request, most: int) -> list[int]:
         """Placeholders for the request's next step, before they are cut to what is free."""
@@ -157,16 +139,15 @@ class LookaheadScheduler(AsyncScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        step = self._receive(scheduler_output, model_runner_output)
         report = messages.late_report(model_runner_output)
         sizes: Mapping[str, int] = {}
         if report is not None:
-            sizes = report.sizes
+            self._report, sizes = report.numbers, report.sizes
             if report.pays:
                 self._empty_steps = 0
             elif scheduler_output.scheduled_spec_decode_tokens:
                 self._empty_steps += 1
-        step, counted = self._continued.count(step, model_runner_output, sizes)
+        step, counted = self._continued.count(scheduler_output, model_runner_output, sizes)
         # vLLM counts these as not proposed.
         step.num_invalid_spec_tokens = {
             req_id: len(step.scheduled_spec_decode_tokens.get(req_id, ())) - sizes.get(req_id, 0)
@@ -176,19 +157,6 @@ class LookaheadScheduler(AsyncScheduler):
         for client, own in counted.items():
             outputs.setdefault(client, EngineCoreOutputs()).outputs[:0] = own
         return outputs
-
-    def _receive(
-        self, scheduled: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> SchedulerOutput:
-        """A step's output arrived; returns the step without requests that have ended since."""
-        self.pauses.receive(scheduled)
-        self._report = step_report.attached(model_runner_output)
-        return self._late_outputs.without_ended(scheduled)
-
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._late_outputs.end(request)
-        self._continued.end(request)
-        return super()._free_request(request, *args, **kwargs)
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any

@@ -1,7 +1,5 @@
 """The drafts of a step, before they have a place in its batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

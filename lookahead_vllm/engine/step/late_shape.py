@@ -6,16 +6,17 @@ call the tokens have arrived: the drafts are grown, and one kernel writes the ro
 (`verify/place/`). What the host still wants to know is made exact after the launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.platform_utils import is_uva_available
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from lookahead_vllm.draft.jit import Int32s
@@ -25,12 +26,6 @@ from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 from lookahead_vllm.engine.step.step import State, Step
 from lookahead_vllm.verify.layout.node_layout import NodeLayout, width_of
 from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
 
 MAX_KNOWN_VIEWS = 1024
 

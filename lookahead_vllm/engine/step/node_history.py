@@ -6,29 +6,24 @@ applies staged writes. In a step with branching trees, they change the logits wi
 follow each row's parents (`verify/history/`). vLLM's processors compute all other steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
+from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.verify import history
 from lookahead_vllm.verify.history import Histories
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
-
-    from lookahead_vllm.draft.jit import Int64s
 
 
 class NodeHistory:

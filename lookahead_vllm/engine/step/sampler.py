@@ -5,8 +5,6 @@ plus its depth, so vLLM's own sampler draws at a node what plain vLLM would draw
 All that follows runs on the device without a synchronisation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

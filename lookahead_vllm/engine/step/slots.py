@@ -1,20 +1,15 @@
 """Drafts in place of the slots that the scheduler reserved, in a step that waits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.states import RequestState
 
 from lookahead_vllm.engine.step.drafts import Drafts
 from lookahead_vllm.verify.transfer import to_device
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu.states import RequestState
 
 
 def filled(scheduled: SchedulerOutput, drafts: Drafts) -> SchedulerOutput:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from lookahead_vllm.draft.budget.cost import StepWork
 from lookahead_vllm.draft.jit import Int32s, Int64s
@@ -21,10 +23,6 @@ from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 from lookahead_vllm.verify.acceptance import paths_of_tokens
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.walk import Walk
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 Move = Callable[[Walk, slice, torch.Tensor], None]
 """Moves what accepted nodes left in the caches; see `LookaheadRunner._move`."""

@@ -4,8 +4,6 @@ It serves steps whose requests are drawn from the model's logits as they are, sc
 temperature. All that it reads is at fixed addresses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,11 +1,11 @@
 """vLLM's CPU worker on Model Runner V2, with lookahead and without."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.worker import cpu_worker, gpu_worker
 from vllm.v1.worker.cpu import model_runner
 from vllm.v1.worker.gpu.warmup import warmup_kernels
@@ -19,11 +19,6 @@ from lookahead_vllm.engine.replicas.replicas import become_replica
 from lookahead_vllm.engine.replicas.runner import ReplicaRunner
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from lookahead_vllm.verify.walk import compile_walk
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class LookaheadCPUModelRunner(LookaheadRunner, model_runner.CPUModelRunner):

@@ -1,10 +1,10 @@
 """vLLM's CUDA worker that runs lookahead on Model Runner V2."""
 
-from __future__ import annotations
-
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -18,10 +18,6 @@ from lookahead_vllm.engine.replicas.runner import ReplicaRunner
 from lookahead_vllm.engine.runner.graph_runner import GraphRunner
 from lookahead_vllm.verify.moves.triton import move_nothing
 from lookahead_vllm.verify.walk import compile_walk
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):

@@ -4,8 +4,6 @@ Implemented in Triton, by xformers for part of the cases, and in plain PyTorch a
 vLLM's cache on CPUs has another layout: see `cpu.py`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

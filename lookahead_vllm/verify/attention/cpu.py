@@ -1,7 +1,5 @@
 """Tree attention over vLLM's paged KV cache on CPUs."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Attention in plain PyTorch: the reference for every kernel, and the fallback without one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ a tile. The context is split over programs (flash-decoding). Masks apply only to
 its end. The softmax is online, as in FlashAttention-2 (Dao 2023).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ xformers' kernel (split-K, in Triton) is compiled for numbers of requests, rows 
 three are rounded up to powers of two.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The model's top tokens at each node, for the lookahead branch and token recycling."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Top tokens of logits on a CPU, by the compiled kernel, or by the reference without one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

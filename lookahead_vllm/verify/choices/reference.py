@@ -1,7 +1,5 @@
 """Top tokens of logits in plain PyTorch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

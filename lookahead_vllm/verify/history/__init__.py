@@ -9,8 +9,6 @@ All change float32 logits [n, vocabulary] in place, without a synchronisation on
 tensors of the state have a row for each request slot.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

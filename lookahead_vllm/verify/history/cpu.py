@@ -1,7 +1,5 @@
 """Penalties, bad words and thinking budgets at the nodes of trees, in compiled calls on a CPU."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import numpy as np

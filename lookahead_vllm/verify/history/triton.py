@@ -1,7 +1,5 @@
 """Penalties, bad words and thinking budgets at the nodes of trees, in one or two launches each."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

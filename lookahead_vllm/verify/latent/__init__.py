@@ -5,8 +5,6 @@ absorption, DeepSeek-V2, section 2.1.2). So all heads share one key, the latent 
 and one value, the latent. Implemented in Triton, and in plain PyTorch as the reference.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

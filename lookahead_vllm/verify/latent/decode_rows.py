@@ -1,7 +1,5 @@
 """Rows of trees as decode rows: for vLLM's kernel of latent attention on a CPU."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Latent attention in plain PyTorch: the reference for the kernel, and the fallback without one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lookahead_vllm.verify.attention import PagedCall

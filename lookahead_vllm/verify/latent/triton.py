@@ -5,8 +5,6 @@ page serves a tile. The context is split over programs (flash-decoding). Masks a
 draft block at its end.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

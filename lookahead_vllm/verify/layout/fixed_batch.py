@@ -1,7 +1,5 @@
 """Buffers for the trees of a step that a captured CUDA graph runs."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

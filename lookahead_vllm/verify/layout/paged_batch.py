@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lookahead_vllm.verify.transfer import to_device
@@ -71,47 +71,22 @@ class PagedBatch:
     expected_requests: int | None = None
 
     @classmethod
-    def build(
-        cls,
-        trees: TreeBatch,
-        device: torch.device | str = "cpu",
-        *,
-        causal: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike] | None = None,
-    ) -> PagedBatch:
-        """Lay out trees; after them, requests, starts, sizes and contexts of `causal` ones.
-
-        Makes one asynchronous copy to the device.
-        """
-        tree_sizes = trees.sizes.numpy()
-        columns: Sequence[NDArray[np.int32]] = (
-            trees.requests.numpy(),
-            trees.starts.numpy(),
-            tree_sizes,
-            trees.contexts.numpy(),
-            _places(tree_sizes),
-        )
-        if causal is not None:
-            added = [np.asarray(column, np.int32) for column in causal]
-            added.append(np.full_like(added[0], CAUSAL))
-            columns = [np.concatenate(pair) for pair in zip(columns, added, strict=True)]
-        columns = [*columns, _places(columns[2])]
-        max_size, max_context = (int(columns[i].max(initial=0)) for i in (2, 3))
-        tokens = torch.from_numpy(query_tokens(columns[1], columns[2]))
-        parts = [*map(torch.from_numpy, columns), trees.depths, trees.masks.flatten(), tokens]
+    def build(cls, trees: TreeBatch, device: torch.device | str = "cpu") -> PagedBatch:
+        """Lay out trees; makes one asynchronous copy to the device."""
+        firsts = trees.sizes.cumsum(0, dtype=torch.int32) - trees.sizes
+        tokens = torch.from_numpy(query_tokens(trees.starts.numpy(), trees.sizes.numpy()))
+        columns = trees.requests, trees.starts, trees.sizes, trees.contexts, firsts
+        parts = [*columns, trees.depths, trees.masks.flatten(), tokens]
         copied = to_device(torch.cat(parts), device).split([len(part) for part in parts])
-        requests, starts, sizes, contexts, firsts, places, depths, masks, tokens = copied
-        masks = masks.view(trees.masks.shape)
+        requests, starts, sizes, contexts, firsts, depths, masks, tokens = copied
+        max_size, max_context = (max(column.tolist(), default=0) for column in columns[2:4])
         return cls(
-            requests, starts, sizes, contexts, firsts, places, depths, masks, tokens,
-            max_size, max_context,
+            requests, starts, sizes, contexts, firsts, firsts, depths,
+            masks.view(trees.masks.shape), tokens, max_size, max_context,
         )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-
-def _places(sizes: NDArray[np.int32]) -> NDArray[np.int32]:
-    return np.cumsum(sizes, dtype=np.int32) - sizes
 
 
 def query_tokens(starts: NDArray[np.int32], sizes: NDArray[np.int32]) -> NDArray[np.int32]:

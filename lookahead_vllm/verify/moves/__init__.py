@@ -1,7 +1,5 @@
 """Moves of K/V between cache slots, which make the slots of an accepted path contiguous."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any

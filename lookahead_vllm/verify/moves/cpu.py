@@ -1,7 +1,5 @@
 """Moves of K/V between slots of caches on a CPU."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Moves of K/V between cache slots on a GPU, for all layers at once, asynchronously."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

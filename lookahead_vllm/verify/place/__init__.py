@@ -4,8 +4,6 @@ vLLM prepares a step before it is known how many rows each request gets. All tha
 data on the device, and is written here: tokens, positions, starts, lengths and KV slots.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

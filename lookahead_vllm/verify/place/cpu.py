@@ -1,7 +1,5 @@
 """The rows of a step, in one compiled call for tensors on a CPU."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

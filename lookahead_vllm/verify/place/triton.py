@@ -1,7 +1,5 @@
 """The rows of a step, in one asynchronous launch."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

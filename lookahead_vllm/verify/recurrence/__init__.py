@@ -15,8 +15,6 @@ launches depend only on shapes, so a CUDA graph may contain them. On a CPU, a Va
 rule of `StateRows` is broken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

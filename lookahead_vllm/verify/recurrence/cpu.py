@@ -4,8 +4,6 @@ The compiled kernels (`cpu.cpp`) take float32 and bfloat16. There is no other
 implementation: `supported` tells at start-up whether they can be used.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

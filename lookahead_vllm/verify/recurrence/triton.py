@@ -5,8 +5,6 @@ the slots that it wrote. The arithmetic is that of vLLM's kernels for one token,
 and warps where they decide the order of a sum.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ It finds the same paths as `acceptance.accepted_paths`, without a synchronisatio
 from the arguments' shapes and from `width`, so a CUDA graph may contain it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

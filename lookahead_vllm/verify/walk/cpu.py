@@ -1,7 +1,5 @@
 """The walk through each request's tree, in one compiled call for tensors on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

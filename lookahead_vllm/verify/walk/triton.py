@@ -1,7 +1,5 @@
 """The walk through each request's tree, in one asynchronous launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import triton

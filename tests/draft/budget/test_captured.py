@@ -89,9 +89,9 @@ def test_a_plateau_is_filled_and_a_jump_needs_enough_nodes():
 def test_prompts_and_large_batches_run_outside_the_graphs():
     cost, curve = StepCost(OUTSIDE, captured=GPU), StepCost(OUTSIDE)
     rows = [[0.9, 0.5, 0.2, 0.1, 0.01, 0.002]] * 3
-    for load in (Load(prefill=5), Load(prefill=100), Load(decodes=70), Load(decodes=70, prefill=5)):
-        given = cost.prices(np.zeros(3, np.int64), load, 18)
-        expected = curve.prices(np.zeros(3, np.int64), load, 18)
+    for decodes, prefill in ((3, 5), (3, 100), (73, 0), (73, 5)):
+        contexts, load = np.zeros(decodes, np.int64), Load(prefill=prefill)
+        given, expected = cost.prices(contexts, load, 18), curve.prices(contexts, load, 18)
         assert given.forward.tolist() == expected.forward.tolist()
         assert given.captured is expected.captured is False
     assert kept(rows, cost, Load(prefill=100)).forest.sizes.sum() > 0
@@ -141,19 +141,19 @@ graphs = st.dictionaries(st.integers(1, 40), st.floats(0.1, 100), max_size=6).ma
 def test_no_other_prefixes_emit_more_per_unit_of_time(
     requests, curve, captured, plain, attention, drafts
 ):
-    rows = [row for row, _ in requests]
-    contexts = np.array([context for _, context in requests])
+    rows = [row for row, _ in requests] + [[]] * plain
+    contexts = np.array([context for _, context in requests] + [0] * plain)
     cost = StepCost(
         curve, 3 * attention, attention, attention, drafts, captured=CapturedSizes(*captured)
     )
-    chosen = allot(forest_of(*rows), contexts, cost, Load(decodes=plain)).forest.sizes.tolist()
+    chosen = allot(forest_of(*rows), contexts, cost, Load()).forest.sizes.tolist()
 
     def rate(sizes):
-        emitted = len(rows) + plain + sum(sum(r[:n]) for r, n in zip(rows, sizes, strict=True))
+        emitted = len(rows) + sum(sum(r[:n]) for r, n in zip(rows, sizes, strict=True))
         rows_of = [1 + n for n in sizes]
         step = StepWork(
-            sum(rows_of) + plain,
-            len(rows) + plain,
+            sum(rows_of),
+            len(rows),
             sum(sizes),
             float(contexts.sum()),
             float(contexts @ rows_of),

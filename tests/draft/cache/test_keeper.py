@@ -150,8 +150,8 @@ def changed(change):
 
 
 REFUSED = {
-    "bytes where its header needs": torn,
-    "it is not a cache of lookahead": lambda path: path.write_text("notes of mine"),
+    "it is damaged": torn,
+    "not a cache of this release": lambda path: path.write_text("notes of mine"),
     "with another tokenizer": lambda path: cache_file.save(path, *new_proposer().snapshot(), "b"),
     "made for max_nodes=8192, and this server has max_nodes=4096": lambda path: cache_file.save(
         path, *new_proposer(8192).snapshot(), TOKENIZER

@@ -1,4 +1,4 @@
-"""Replicas learn each other's answers through a real server, whatever happens to it."""
+"""Members learn each other's answers through a real server, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from lookahead_vllm.draft.fleet import exchange as exchange_module
 from lookahead_vllm.draft.fleet.exchange import Exchange
+from lookahead_vllm.draft.fleet.member import Member
 from lookahead_vllm.draft.fleet.pieces import NUM_HASHES, Pieces, messages_of
-from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.namespaces import digest_of
@@ -54,7 +54,7 @@ class Engine:
     def __init__(self, url: str, prefix: str = "lookahead:test", max_entries: int = 1000) -> None:
         self.proposer = NGramTrieProposer(OPTIONS)
         self._join = lambda: Exchange(
-            Replica(self.proposer), lambda: connect(url), prefix, max_entries, VOCAB, 8192
+            Member(self.proposer), lambda: connect(url), prefix, max_entries, VOCAB, 8192
         )
         self.exchange = self._join()
 
@@ -116,7 +116,7 @@ def test_an_answer_of_one_is_drafted_by_another(engines: Callable[..., Engine]) 
     assert first.exchange.traffic.learned == second.exchange.traffic.published == 0
 
 
-def test_a_later_replica_starts_from_the_tail(engines: Callable[..., Engine]) -> None:
+def test_a_later_member_starts_from_the_tail(engines: Callable[..., Engine]) -> None:
     first = engines()
     first.answer()
     assert wait(lambda: first.exchange.traffic.published > 0)
@@ -177,7 +177,7 @@ def test_garbage_in_a_stream_is_refused(
     assert second.exchange.traffic.dropped >= 3
     assert wait(lambda: first.exchange.traffic.dropped >= 3)
     refused = [r for r in caplog.records if "refuses a message" in r.message]
-    assert len(refused) == 2  # one of each replica
+    assert len(refused) == 2  # one of each member
 
 
 def test_a_server_that_is_killed_ten_times_costs_two_lines_each(
@@ -219,12 +219,12 @@ def test_no_step_waits_for_a_server_that_hangs(
 def test_what_waits_for_a_missing_server_is_bounded(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lookahead_vllm.draft.fleet.replica.MAX_UNSENT_TOKENS", 1000)
+    monkeypatch.setattr("lookahead_vllm.draft.fleet.member.MAX_UNSENT_TOKENS", 1000)
     server.kill()
     engine = Engine(server.url)
     for _ in range(100):
         engine.answer()
-    outbox = engine.exchange._replica.outbox
+    outbox = engine.exchange._member.outbox
     engine.proposer.start("waits", PROMPT)
     waiting = len(outbox._steps)
     for _ in range(100):
@@ -264,9 +264,9 @@ def server_with_rights(
     folder: Path, monkeypatch: pytest.MonkeyPatch, rights: list[str]
 ) -> RedisServer:
     """A server whose user in the environment has only these rights."""
-    monkeypatch.setenv("LOOKAHEAD_VLLM_SHARE_USERNAME", "replica")
+    monkeypatch.setenv("LOOKAHEAD_VLLM_SHARE_USERNAME", "member")
     monkeypatch.setenv("LOOKAHEAD_VLLM_SHARE_PASSWORD", "secret")
-    user = ["replica", "on", ">secret", "~lookahead:*", *(f"+{right}" for right in rights)]
+    user = ["member", "on", ">secret", "~lookahead:*", *(f"+{right}" for right in rights)]
     return RedisServer(folder, "--user", *user)
 
 
@@ -303,7 +303,7 @@ def test_a_right_that_is_missing_is_named_and_what_was_shared_is_counted(
     assert traffic.dropped == (len(ANSWER) if missing == "xadd" else 0)
 
 
-def test_a_restarted_replica_goes_on_where_its_cache_was_saved(
+def test_a_restarted_member_goes_on_where_its_cache_was_saved(
     engines: Callable[..., Engine],
 ) -> None:
     first, second = engines(), engines()
@@ -319,7 +319,7 @@ def test_a_restarted_replica_goes_on_where_its_cache_was_saved(
     assert restarted.exchange.traffic.learned == len(ANSWER)
 
 
-def test_a_restarted_replica_does_not_learn_its_own_answers_again(
+def test_a_restarted_member_does_not_learn_its_own_answers_again(
     engines: Callable[..., Engine], server: RedisServer
 ) -> None:
     """Nobody else has written to the streams."""
@@ -329,7 +329,7 @@ def test_a_restarted_replica_does_not_learn_its_own_answers_again(
         published = messages * len(ANSWER)
         assert wait(lambda published=published: first.exchange.traffic.published == published)
     last = server.client().xinfo_stream(f"lookahead:test:{digest}")["last-generated-id"].decode()
-    assert wait(lambda: first.exchange._replica.followed[digest] == last)
+    assert wait(lambda: first.exchange._member.followed[digest] == last)
     snapshot = first.proposer.snapshot()
     first.exchange.close()
     restarted = engines()
@@ -379,7 +379,7 @@ def primary_and_replica(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisServ
 
 
 @pytest.mark.parametrize("fate", ["becomes a replica", "lives on as a primary", "hangs"])
-def test_replicas_follow_an_address_to_another_server(
+def test_members_follow_an_address_to_another_server(
     fate: str, primary_and_replica: tuple[RedisServer, RedisServer], tmp_path: Path
 ) -> None:
     old, new = primary_and_replica
@@ -402,7 +402,7 @@ def test_replicas_follow_an_address_to_another_server(
     second.exchange.close()
 
 
-def test_replicas_share_when_their_server_is_promoted(
+def test_members_share_when_their_server_is_promoted(
     engines: Callable[..., Engine], server: RedisServer
 ) -> None:
     server.client().replicaof("127.0.0.1", "1")

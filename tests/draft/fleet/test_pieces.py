@@ -1,10 +1,11 @@
-"""Another replica's pieces are inserted exactly as its own answers are."""
+"""Another member's pieces are inserted exactly as its own answers are."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from lookahead_vllm.draft.fleet.member import Member
 from lookahead_vllm.draft.fleet.pieces import (
     MAX_MESSAGE_BYTES,
     MessageError,
@@ -14,7 +15,6 @@ from lookahead_vllm.draft.fleet.pieces import (
     messages_of,
     unpack,
 )
-from lookahead_vllm.draft.fleet.replica import Replica
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES
@@ -37,11 +37,11 @@ def ngrams_of(proposer: NGramTrieProposer) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("steps_between", [1, 4, 1000])
-def test_the_n_grams_of_both_replicas_are_equal(steps_between: int) -> None:
+def test_the_n_grams_of_both_members_are_equal(steps_between: int) -> None:
     """Requests of two namespaces run side by side, end, and others get their rows."""
     rng = np.random.default_rng(3)
     here, there = make_proposer(), make_proposer()
-    sent, received = Replica(here), Replica(there)
+    sent, received = Member(here), Member(there)
 
     def text(length: int) -> list[int]:
         """Few tokens follow the same one, so no n-gram displaces another."""
@@ -103,7 +103,7 @@ def test_a_message_that_is_cut_or_extended_is_refused(cut: int) -> None:
 
 
 def test_no_step_compiles_the_kernel_that_inserts_pieces() -> None:
-    Replica(make_proposer())
+    Member(make_proposer())
     before = len(_insert.signatures)
     inserted = unpack(messages_of(PIECES)[0], VOCAB)
     PieceInserter(Trie(1024), 1, inserted)(inserted.tokens[:2])

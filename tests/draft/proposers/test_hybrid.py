@@ -9,6 +9,8 @@ import pytest
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.proposers import hybrid
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
+from lookahead_vllm.draft.proposers.jacobi_window import JacobiWindowProposer
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.candidates import CHOICES
@@ -52,9 +54,9 @@ def step(proposer: HybridProposer, token: int) -> int:
 
 
 def proposer_where_a_token_costs(cost: float) -> HybridProposer:
-    proposer = HybridProposer(OPTIONS)
+    proposer = JacobiWindowProposer(OPTIONS)  # so nothing comes from the trie
     proposer.cost = StepCost(CostCurve([1, 2, 128], [1.0, 1.0 + cost, 1.0 + 127 * cost]))
-    proposer.start("a", [1000], proposer="jacobi_window")  # so nothing comes from the trie
+    proposer.start("a", [1000])
     return proposer
 
 
@@ -94,7 +96,9 @@ def test_a_fixed_budget_always_has_them() -> None:
 
 
 def test_without_choices_it_is_the_trie(monkeypatch: pytest.MonkeyPatch) -> None:
-    without, trie = HybridProposer(OPTIONS), HybridProposer(OPTIONS)
+    for cls in (NGramTrieProposer, HybridProposer):  # nothing is learned before the first request
+        monkeypatch.setattr(cls, "_compile", lambda _: None)
+    without, trie = HybridProposer(OPTIONS), NGramTrieProposer(OPTIONS)
     without._use_choices(False)
     # Anything else of the branch raises.
     monkeypatch.setattr(
@@ -105,7 +109,7 @@ def test_without_choices_it_is_the_trie(monkeypatch: pytest.MonkeyPatch) -> None
     for proposer in (without, trie):
         proposer.insertion.seconds = math.inf
     without.start("a", text)
-    trie.start("a", text, proposer="ngram_trie")
+    trie.start("a", text)
     for token in text[:100]:
         grown = [draft_trees(proposer, LIMITS)[0] for proposer in (without, trie)]
         np.testing.assert_array_equal(grown[0].tokens, grown[1].tokens)

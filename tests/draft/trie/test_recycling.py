@@ -3,6 +3,7 @@
 import numpy as np
 
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
+from lookahead_vllm.draft.proposers.jacobi_window import JacobiWindowProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
@@ -125,8 +126,8 @@ def test_the_hybrid_tree_has_nodes_of_all_sources():
     options = LookaheadOptions(
         proposer="hybrid", window_size=4, num_speculative_tokens=32, budget=32
     )
-    proposer = HybridProposer(options)
-    proposer.start("r", [1, 2, 3], proposer="jacobi_window")
+    proposer = JacobiWindowProposer(options)
+    proposer.start("r", [1, 2, 3])
     read(proposer, {"r": [4]})
     proposer.last = 4
     sources = np.zeros(len(NAMES), int)

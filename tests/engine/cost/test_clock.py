@@ -1,4 +1,4 @@
-"""What counts as the time of a step: the time in which the engine ran."""
+"""What counts as the time of a step: from its launch to the next, unless requests had to come."""
 
 from __future__ import annotations
 
@@ -23,28 +23,18 @@ PAUSE = 1e6
 
 
 class Clock:
-    """Stands in for the clocks of the scheduler and of the worker."""
+    """Stands in for the clock of the worker."""
 
     def __init__(self, llm: LLM) -> None:
         self._ahead = 0.0
         self.core: Any = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
-        self.core.scheduler.pauses.clock = runner_of(llm)._clock.clock = self
+        runner_of(llm)._clock = self
 
     def __call__(self) -> float:
         return time.perf_counter() + self._ahead
 
-    def advance(self, *_: Any) -> None:
+    def advance(self) -> None:
         self._ahead += PAUSE
-
-    def advance_in_pause(self) -> None:
-        self.core.pause_scheduler("keep", clear_cache=False)
-        self.core.step_fn()
-        self.core.post_step(False)
-        self.advance()
-        self.core.resume_scheduler()
-
-    def advance_in_call(self) -> None:
-        self.core.collective_rpc(self.advance)
 
     def advance_in_step(self) -> None:
         """The next step takes longer, as on a busy machine."""
@@ -83,18 +73,30 @@ def times_of_steps(llm: LLM, between: Callable[[], None]) -> list[float]:
     return times
 
 
-def test_time_in_which_the_engine_does_not_run_is_no_step(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_requests_is_no_step(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter, "STALL_SECONDS", math.inf)
     with engine(llama, {"num_speculative_tokens": 4}) as llm:
         clock = Clock(llm)
-        for interrupt in (clock.advance_in_pause, clock.advance_in_call, clock.advance):
-            times = times_of_steps(llm, interrupt)
+        for _ in range(2):
+            times = times_of_steps(llm, lambda: None)
             assert len(times) > 3
             assert max(times) < PAUSE / 2
+            clock.advance()
         # A step that takes so long in the worker is one.
         assert max(times_of_steps(llm, clock.advance_in_step)) >= PAUSE
+
+
+def test_a_pause_counts_as_one_slow_step() -> None:
+    """`pause_generation` keeps requests, and a caller may stop between two steps."""
+    cost, work = StepCost(CostCurve([1, 64], [0.01, 0.02])), StepWork(4, 1, 3, 100, 400, 0)
+    for _ in range(50):
+        cost.observe(work, 0.011)
+    before = cost.predict(work)
+    cost.observe(work, PAUSE)
+    assert cost.predict(work) < 1.2 * before
+    for _ in range(20):
+        cost.observe(work, 0.011)
+    assert cost.predict(work) < 1.05 * before
 
 
 def test_a_stalled_step_is_not_reported_and_a_slow_machine_is() -> None:

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.sample import (
     thinking_budget,
 )
 
+from lookahead_vllm.engine.cpu_kernels import logprobs
 from tests.engine.cpu_kernels.cases import (
     CPU,
     SLOTS,
@@ -168,6 +169,9 @@ def spend_thinking_budgets(rng: torch.Generator) -> list[torch.Tensor]:
     return [*results, *state]
 
 
+MANY = logprobs.ROWS + 3
+"""Rows that are computed in two parts."""
+
 # ---- draws and logprobs --------------------------------------------------------------------------
 
 
@@ -209,9 +213,10 @@ def sample_with_noise(rng: torch.Generator) -> list[torch.Tensor]:
 
 @case("gpu.sample.logprob._topk_log_softmax_kernel")
 def log_softmax_of_ids(rng: torch.Generator) -> list[torch.Tensor]:
-    ids = integers(rng, 0, VOCAB, 5, 7)
-    logits = logits_of(rng, 5)
-    return [logprob.compute_token_logprobs(x, ids) for x in (logits, logits.bfloat16())]
+    ids = integers(rng, 0, VOCAB, MANY, 7)
+    logits = logits_of(rng, MANY)
+    both = [logprob.compute_token_logprobs(x, ids) for x in (logits, logits.bfloat16())]
+    return [*both, logits]
 
 
 @case("gpu.sample.logprob._fill_logprob_token_ids_kernel")
@@ -220,10 +225,10 @@ def rank(rng: torch.Generator) -> list[torch.Tensor]:
     state = logprob.LogprobTokenIdsState(SLOTS, CPU)
     state.num_token_ids.gpu.copy_(integers(rng, 0, 5, SLOTS))
     state.token_ids.gpu.copy_(integers(rng, 0, VOCAB, *state.token_ids.gpu.shape))
-    slots, sampled = integers(rng, 0, SLOTS, 6), integers(rng, 0, VOCAB, 6).long()
+    slots, sampled = integers(rng, 0, SLOTS, MANY), integers(rng, 0, VOCAB, MANY).long()
     scores = [
         logprob.compute_topk_scores(
-            logits_of(rng, 6),
+            logits_of(rng, MANY),
             count,
             sampled,
             logprob_token_ids_state=state,

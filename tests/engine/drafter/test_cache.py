@@ -53,7 +53,7 @@ def test_a_second_engine_starts_warm_and_a_damaged_file_is_set_aside(
 ) -> None:
     cache = tmp_path / "a.cache"
     cold, answers = serve_once(model, cache)
-    assert cache_file.read_header(cache).namespaces == 1
+    assert len(cache_file.read_about(cache).facts["namespaces"]) == 1
 
     warm, same_answers = serve_once(model, cache)
     assert same_answers == answers
@@ -122,7 +122,8 @@ def test_evictions_before_a_restart_are_not_counted_again(monkeypatch: pytest.Mo
     drafter.options = LookaheadOptions(max_nodes=4096, budget=4)
     drafter.is_drafting_rank, drafter.recorder = True, StepRecorder()
     drafter.max_model_len = 64
-    drafter.begin(SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=1)), None)
+    scheduler = SimpleNamespace(max_num_seqs=1)
+    drafter.begin(SimpleNamespace(scheduler_config=scheduler, parallel_config=None), None)
     assert drafter.recorder.take_report().evictions == 0
     drafter.proposer.trie.counters[PRUNED] += 5
     assert drafter.recorder.take_report().evictions == 5

@@ -61,7 +61,7 @@ def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(
 def test_the_cache_is_saved_even_if_the_device_has_failed() -> None:
     ended: list[str] = []
 
-    def learn() -> None:
+    def count() -> None:
         raise RuntimeError("the device has failed")
 
     class Base:
@@ -70,7 +70,7 @@ def test_the_cache_is_saved_even_if_the_device_has_failed() -> None:
 
     class Runner(LookaheadRunner, Base):  # type: ignore[misc]
         def __init__(self) -> None:
-            self._late: Any = SimpleNamespace(learn=learn)
+            self._late: Any = SimpleNamespace(count=count)
             self.drafter: Any = SimpleNamespace(shutdown=lambda: ended.append("drafter"))
             self._grammars: Any = SimpleNamespace(shutdown=lambda: ended.append("grammars"))
 
@@ -125,10 +125,10 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: 
 
     late.start(new)
     late.add_step(launched())
-    late.learn()
+    late.count()
     late.add_step(launched())
     late.finish("r")
     if is_used_again:
         late.start(new)
-    late.learn()
+    late.count()
     assert (learned, awaited) == ([("r", [5])], [verified, None])

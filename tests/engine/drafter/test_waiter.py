@@ -52,10 +52,13 @@ def test_texts_are_inserted_until_shortly_before_the_tokens_come(
         offered.append(seconds)
         clock.now += work if seconds > 0 else 0.0
 
+    called = list[float]()
     waits = Waiter(insert)
     waits.wait(Step(clock))  # type: ignore[arg-type]
     assert offered[0] <= 0  # nobody knows yet how long a step takes
     clock.slept.clear()
-    waits.wait(Step(clock))  # type: ignore[arg-type]
+    step = Step(clock)
+    waits.wait(step, lambda: called.append(clock.now - step.launched))  # type: ignore[arg-type]
+    assert called == [pytest.approx(max(SLEEP_SHARE * 0.010, work), abs=1e-4)]
     assert offered[1] == pytest.approx(SLEEP_SHARE * 0.010, abs=1e-4)
     assert clock.slept[0] == pytest.approx(slept, abs=1e-4)

@@ -99,7 +99,7 @@ def full_report() -> StepReport:
     report = StepReport()
     report.count_nodes(np.array([8, 4, 2, 1, 7, 3]), np.array([4, 2, 1, 0, 5, 1]))
     report.count_lengths([1, 0, 2])
-    report.budgets += [15, 0]
+    report.nodes_sent += [15, 0]
     report.costs += [(0.010, 0.012), (0.010, 0.008)]
     report.draft_seconds += 0.5
     report.evictions += 6

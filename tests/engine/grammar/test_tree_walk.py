@@ -23,7 +23,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
-from lookahead_vllm.engine.grammar.tree_walk import GrammarDraft, GrammarTreeWalk
+from lookahead_vllm.engine.grammar.tree_walk import GrammarTreeWalk
 from tests.support.driving import drafter_of, engine, generate, random_prompts
 from tests.support.models import TINY, WANDERING, save_config
 from tests.support.proposers import record
@@ -254,16 +254,17 @@ class _Constrained(_Request):
         return mask[0].tolist()
 
 
-def _check(request: _Constrained, draft: GrammarDraft) -> None:
-    """The draft is a chain that the grammar allows, and has the masks of its nodes."""
-    tokens = draft.tree.tokens.tolist()
-    assert draft.tree.parents.tolist() == list(range(-1, len(tokens) - 1))
-    assert len(draft.bitmask) == 1 + len(tokens)
+def _check(request: _Constrained, tree: DraftTree) -> None:
+    """The draft is a chain that the grammar allows, and gets the masks of its nodes."""
+    tokens = tree.tokens.tolist()
+    assert tree.parents.tolist() == list(range(-1, len(tokens) - 1))
+    masks = request.walk(tokens).masks()
+    assert len(masks) == 1 + len(tokens)
     for i, token in enumerate(tokens):
-        assert draft.bitmask[i].tolist() == request.allowed()
+        assert masks[i].tolist() == request.allowed()
         assert request.grammar.validate_tokens([token]) == [token]
         assert request.grammar.accept_tokens("", [token])
-    assert draft.bitmask[-1].tolist() == request.allowed()
+    assert masks[-1].tolist() == request.allowed()
     if tokens:
         request.grammar.rollback(len(tokens))
 
@@ -278,9 +279,9 @@ def test_a_draft_may_end_inside_a_character(backend: str, case: str) -> None:
     for root in range(len(tokens)):
         before = request.allowed()
         for leaf in range(root, len(tokens)):
-            draft = request.walk(tokens[root:leaf]).run()
-            assert draft.tree.tokens.tolist()[: leaf - root] == tokens[root:leaf]
-            _check(request, draft)
+            tree = request.walk(tokens[root:leaf]).run()
+            assert tree.tokens.tolist()[: leaf - root] == tokens[root:leaf]
+            _check(request, tree)
             assert request.allowed() == before
         request.emit(tokens[root : root + 1])
 
@@ -288,15 +289,15 @@ def test_a_draft_may_end_inside_a_character(backend: str, case: str) -> None:
 def test_masks_are_allocated_for_the_nodes_that_are_drafted() -> None:
     """64 masks of a large vocabulary take longer than the rest of the walk."""
     request = _Constrained("xgrammar", 'root ::= [a-z]+ "!" | "1 and the rest"')
-    assert len(request.walk().run().bitmask) == request.rows == 1
+    assert not len(request.walk().run()) and request.rows == 1
     chain = _smollm2().encode("abc", add_special_tokens=False)
     request.rows = 0
-    assert len(request.walk(chain).run().bitmask) == request.rows == 1 + len(chain)
+    assert len(request.walk(chain).run()) == len(chain) and request.rows == 1 + len(chain)
     request.emit(_smollm2().encode("1", add_special_tokens=False))
     request.rows = 0
-    draft = request.walk().run()
-    assert _smollm2().decode(draft.tree.tokens) == " and the rest"
-    assert 1 + len(draft.bitmask) == request.rows  # one at first, then all of them
+    tree = request.walk().run()
+    assert _smollm2().decode(tree.tokens) == " and the rest"
+    assert 2 + len(tree) == request.rows  # one at first, then all of them
 
 
 def test_a_walk_that_fails_leaves_the_grammar_where_it_was(

@@ -17,6 +17,7 @@ from lookahead_vllm.engine.attention import latent as latent_attention
 from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
 from lookahead_vllm.engine.recurrent.states import RequestStates
+from lookahead_vllm.engine.runner import dummy_runs
 from lookahead_vllm.engine.runner.warm_up import WarmUpDrafts
 from lookahead_vllm.engine.step.late_shape import LateShape
 from lookahead_vllm.engine.step.node_history import NodeHistory
@@ -46,9 +47,16 @@ def test_it_has_all_that_the_runner_calls() -> None:
     )
 
 
-@pytest.mark.parametrize(("max_nodes", "largest_step"), [(2000, 6 * 8), (20, 6 * 3)])
-def test_vllms_warm_up_runs_a_step_of_the_most_nodes(
-    max_nodes: int, largest_step: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("max_nodes", "on_cpu", "largest_step"),
+    [(2000, False, 6 * 8), (20, False, 6 * 3), (2000, True, 30)],
+)
+def test_vllms_warm_up_runs_a_step_of_the_most_nodes_on_a_gpu(
+    max_nodes: int,
+    on_cpu: bool,
+    largest_step: int,
+    llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grown: list[int] = []
     original = WarmUpDrafts.grow
@@ -67,6 +75,8 @@ def test_vllms_warm_up_runs_a_step_of_the_most_nodes(
     ) as llm:
         runner, worker = runner_of(llm), worker_of(llm)
         drafter_of(llm).max_step_nodes = max_nodes
+        platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+        monkeypatch.setattr(dummy_runs, "current_platform", platform)
         with runner.warming_up():
             warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
         assert max(grown) == largest_step

@@ -16,7 +16,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from lookahead_vllm.engine import messages
 from lookahead_vllm.engine.grammar import tree_walk as grammar
-from lookahead_vllm.engine.scheduler.pauses import Pauses
 from lookahead_vllm.engine.scheduler.scheduler import PAUSE_AFTER_STEPS, LookaheadScheduler
 from tests.support.late_steps import BLOCK, LateSteps, random_arrivals, request
 
@@ -105,7 +104,6 @@ def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
     )
     monkeypatch.setattr(AsyncScheduler, "schedule", lambda self: output)
     scheduler: Any = object.__new__(LookaheadScheduler)
-    scheduler.pauses = Pauses()
     scheduler._may_pause, scheduler.running, scheduler.max_num_scheduled_tokens = False, [], 10
     scheduler._most_slots = 4
     scheduler._decode_steps = SimpleNamespace(schedule=lambda: None)

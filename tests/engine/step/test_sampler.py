@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from lookahead_vllm.engine.drafter import drafter
+from lookahead_vllm.engine.runner import dummy_runs
 from lookahead_vllm.engine.step import sampler
 from tests.support.driving import drafter_of, engine, random_prompts, runner_of
 from tests.support.proposers import record
@@ -81,7 +83,7 @@ def test_a_step_has_no_more_nodes_than_its_logits_may_have(
     assert 40 < max(budgets) <= 50
 
 
-def test_vllm_counts_the_logits_of_the_largest_step(
+def test_vllm_counts_the_logits_of_the_largest_step_on_a_gpu(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(llama, HIDDEN) as llm:
@@ -94,8 +96,12 @@ def test_vllm_counts_the_logits_of_the_largest_step(
 
         monkeypatch.setattr(runner.model, "compute_logits", compute_logits)
         drafter_of(llm).max_step_nodes = 100
-        runner._dummy_sampler_run(torch.zeros(4, runner.model_config.get_hidden_size()))
-        assert rows == [4, 104]
+        hidden_states = torch.zeros(4, runner.model_config.get_hidden_size())
+        runner._dummy_sampler_run(hidden_states)
+        assert rows == [4]
+        monkeypatch.setattr(dummy_runs, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        runner._dummy_sampler_run(hidden_states)
+        assert rows == [4, 4, 104]
 
 
 def outputs_of(llm: Any) -> list[tuple[list[int], list[dict[int, float]]]]:

@@ -1,7 +1,5 @@
 """A proposer's side of the exchange: what it sends, what it follows, and what has arrived."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from typing import NamedTuple
@@ -100,7 +98,7 @@ class Outbox:
         }
 
 
-class Replica:
+class Member:
     """A proposer's place in a fleet; see `Fleet` in `draft/proposers/ngram_trie.py`.
 
     The thread that runs steps calls `follow` and `send`. Another one calls the rest. From the
@@ -168,7 +166,7 @@ class Replica:
         return self._insertion.num_arrived < MAX_WAITING_TOKENS
 
     def put(self, digest: str, pieces: Pieces) -> None:
-        """Insert these pieces of another replica, when steps have time for it."""
+        """Insert these pieces of another member, when steps have time for it."""
         space = self._spaces.get(digest)
         if space is not None:
             inserter = PieceInserter(self._trie, space, pieces)
