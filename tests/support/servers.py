@@ -95,10 +95,10 @@ class Forked(NamedTuple):
     process: forks.Fork
 
     def all_processes(self) -> list[psutil.Process]:
-        """The server, and all that it has started: they have one parent."""
+        """The server, and all that it has started: its forks have the same parent."""
         server = psutil.Process(self.process.pid)
-        forked = server.parent().children()  # type: ignore[union-attr]
-        return [process for process in forked if process.create_time() >= server.create_time()]
+        started = server.parent().children(recursive=True)  # type: ignore[union-attr]
+        return [process for process in started if process.create_time() >= server.create_time()]
 
 
 @contextmanager
