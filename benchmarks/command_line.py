@@ -1,7 +1,5 @@
 """Command-line options and signal handling that several benchmarks share."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

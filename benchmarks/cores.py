@@ -4,8 +4,6 @@ A module of its own because tests of ranks use it, and vLLM's kernels cannot be 
 numba, which the other benchmarks import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 

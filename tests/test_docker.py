@@ -3,8 +3,6 @@
 No container engine is needed.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import shlex

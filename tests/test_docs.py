@@ -1,7 +1,5 @@
 """The README and the docs name commands, options, files and messages that exist."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Each folder of the package imports only what ALLOWED lists, as its sources show."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

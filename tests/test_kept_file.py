@@ -1,7 +1,5 @@
 """A kept file is replaced as a whole or not at all, and a refused one is set aside."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

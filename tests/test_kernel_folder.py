@@ -1,7 +1,5 @@
 """Compiled code is kept in a folder that only this user can write, or else a temporary one."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

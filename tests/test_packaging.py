@@ -1,7 +1,5 @@
 """The wheel holds the package, the sdist also its tests; both install without vLLM's own build."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Measure how long the simulated device waits: each method, at each batch size, in a process."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

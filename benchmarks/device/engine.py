@@ -3,8 +3,6 @@
 The only question is None; its answer is a `Measurement`.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

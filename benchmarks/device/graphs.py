@@ -4,8 +4,6 @@ A replay is one launch. What it computes stands in for kernels, and is called an
 captured (tests record and replay it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What the host does in a step, apart from what is not its work on a GPU."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator

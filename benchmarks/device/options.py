@@ -1,7 +1,5 @@
 """The command line of `scripts/bench_step.py`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

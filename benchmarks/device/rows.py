@@ -1,7 +1,5 @@
 """The results of the simulated device, and the table made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -5,8 +5,6 @@ device's, and the model's forward pass by one that the device runs for a given t
 knows of drafts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

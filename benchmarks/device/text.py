@@ -1,7 +1,5 @@
 """The texts that the simulated model writes: each token follows from the last one and its place."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

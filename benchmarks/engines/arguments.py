@@ -1,7 +1,5 @@
 """The command line of the comparison of methods."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

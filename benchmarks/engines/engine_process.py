@@ -6,8 +6,6 @@ with a reason, an "answer" to each question, and progress. Everything that vLLM 
 print goes to standard error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

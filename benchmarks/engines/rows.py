@@ -1,7 +1,5 @@
 """Compute rows from runs: the figures of one method at one batch size."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tree attention in all its cases against float64, and the other kernels."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

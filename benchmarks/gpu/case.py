@@ -1,7 +1,5 @@
 """Requests with draft trees and a paged KV cache, as inputs of tree attention on a GPU."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

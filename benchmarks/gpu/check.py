@@ -1,7 +1,5 @@
 """Check lookahead on this machine's GPU: is it right, and how fast is it?"""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ Importing this module sets environment variables that vLLM reads. As a plugin of
 the session after a test in which the device has failed, because all others would fail, too.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

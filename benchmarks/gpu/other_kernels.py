@@ -1,7 +1,5 @@
 """The kernels of a step on the GPU, against the references of the project's tests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -3,8 +3,6 @@
 After an illegal access, a process has no device any more: whatever it checks next fails, too.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import signal

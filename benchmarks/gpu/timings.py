@@ -1,7 +1,5 @@
 """Milliseconds a call of tree attention, beside FlashAttention on a chain of as many tokens."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Learn the acceptance rates that a new trie starts from."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

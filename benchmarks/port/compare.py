@@ -4,8 +4,6 @@ What lookahead replaces or overrides is in the table `engine/seams.md`; all else
 read from its own code.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools

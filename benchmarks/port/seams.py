@@ -3,8 +3,6 @@
 What is only called, read or set is found in the code itself, see `compare.problems`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts whose answers copy: code edits, a file that grows over a conversation, second answers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any

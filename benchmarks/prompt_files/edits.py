@@ -1,7 +1,5 @@
 """Edits of code, each with the instruction that asks for it; a seed decides them."""
 
-from __future__ import annotations
-
 import builtins
 import keyword
 import random

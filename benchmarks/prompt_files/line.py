@@ -1,7 +1,5 @@
 """One line of a file of prompts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Line = dict[str, Any]

@@ -1,7 +1,5 @@
 """Prompts with a long context in front: other recorded requests with their answers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 

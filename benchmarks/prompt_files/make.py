@@ -1,7 +1,5 @@
 """Make a file of prompts with dictated answers for `bench.py --target-guided`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

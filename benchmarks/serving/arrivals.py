@@ -1,7 +1,5 @@
 """Requests that arrive at a server over time, sent and measured by `vllm bench serve`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

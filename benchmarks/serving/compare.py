@@ -1,7 +1,5 @@
 """Compare servers under load: requests arrive at random and wait for each other."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

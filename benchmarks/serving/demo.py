@@ -5,8 +5,6 @@ stopped. Then a table shows the speeds, the tokens accepted by a step of lookahe
 texts are the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -1,7 +1,5 @@
 """Compare the latencies of plain vLLM and other methods over several rounds."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias

@@ -1,7 +1,5 @@
 """Run `vllm serve` in a process group of its own, for the duration of a `with` block."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -1,7 +1,5 @@
 """An engine on the simulated device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

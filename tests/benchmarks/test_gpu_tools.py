@@ -1,7 +1,5 @@
 """The tools for a machine with a GPU, as far as they run without one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The installed vLLM has all that lookahead uses; of another release, the differences are told."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

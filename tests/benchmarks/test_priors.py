@@ -1,7 +1,5 @@
 """`scripts/learn_priors.py` writes what a trie loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The prompts of the benchmarks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

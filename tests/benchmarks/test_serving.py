@@ -1,7 +1,5 @@
 """The tables of servers under load."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`lookahead-vllm cache`: the first request gets drafts from learned texts; bad texts are named."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

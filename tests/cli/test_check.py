@@ -1,7 +1,5 @@
 """`lookahead-vllm check`: a row for each requirement, a verdict."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The console command: its help is quick, its subcommands are those listed, scripts call it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

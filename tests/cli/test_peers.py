@@ -1,7 +1,5 @@
 """vLLM's own methods beside ours in a replay."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

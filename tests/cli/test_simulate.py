@@ -1,7 +1,5 @@
 """`lookahead-vllm simulate`: replay, figures, refused options. No model, no engine."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

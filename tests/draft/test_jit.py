@@ -1,7 +1,5 @@
 """Compiled kernels are never older than the sources."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

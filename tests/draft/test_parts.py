@@ -1,7 +1,5 @@
 """Parts of a forest: complete, closed under parents, and about equally large."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The tokens of a step are counted as a request by itself would count them."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

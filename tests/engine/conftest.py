@@ -1,7 +1,5 @@
 """Fixtures of the tests that start engines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

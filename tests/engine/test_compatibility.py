@@ -1,7 +1,5 @@
 """An engine starts with a supported release of vLLM; another one is refused with one sentence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels are compiled by a process of their own, while the engine starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

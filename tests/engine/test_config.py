@@ -1,7 +1,5 @@
 """Every way to enable lookahead gives the same config; a wrong option stops start-up."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """On a CPU, plain vLLM runs Model Runner V2 only where a variable says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data parallelism: a server's engines are exact, share if they are told to, and end together."""
 
-from __future__ import annotations
-
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Unseeded sampling is lossless: several tokens have the joint distribution of plain vLLM."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The config of an engine with a trained drafter, which vLLM checks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """In float32 the output equals plain vLLM's, token for token, for every draft."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Models with recurrent layers give plain vLLM's output, in chains and in trees."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Prompts with images: the output is plain vLLM's, and no n-gram spans an image."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

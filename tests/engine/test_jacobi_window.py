@@ -1,7 +1,5 @@
 """With a lookahead branch, the output equals plain vLLM's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Lookahead parallelism: ranks with whole models verify parts of the trees; the output is exact."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

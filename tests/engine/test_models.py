@@ -1,7 +1,5 @@
 """Every supported architecture gives plain vLLM's output; others stop start-up with a message."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trees on models with positions of several dimensions (M-RoPE), and with latent attention."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

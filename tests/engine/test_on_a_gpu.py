@@ -5,8 +5,6 @@
 On a CPU, what needs no graph is tested.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A place of vLLM is patched once, and every patch of a running engine has a reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pipeline parallelism: the last stage drafts and accepts, all stages keep the accepted KV."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Installed but not enabled, lookahead changes nothing, under any release of vLLM."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

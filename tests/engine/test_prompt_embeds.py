@@ -1,7 +1,5 @@
 """Prompts of embeddings: drafts come from the request's own token ids, and outputs stay exact."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The options are the fields of vLLM's request classes. An option that another rel
 sample here, and its test says so.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Rollouts: groups of samples, and weights that change between them, as trainers do it."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trees with parameters that depend on earlier tokens, or that vLLM refuses with drafts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests whose id comes again: the next turn of a streaming session."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

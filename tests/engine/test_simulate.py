@@ -1,7 +1,5 @@
 """`simulate` says what an engine does: as many tokens a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

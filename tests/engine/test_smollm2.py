@@ -1,7 +1,5 @@
 """A real small model: its output equals plain vLLM's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

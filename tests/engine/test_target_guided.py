@@ -1,7 +1,5 @@
 """A guided model generates the recorded answers, with and without drafts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensor parallelism: rank 0 drafts, all ranks verify the same trees, and the output is exact."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line of scripts/fuzz.py: random rounds until an answer differs or the time is up."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """Draws one round of the fuzzer, a function of its seed alone."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks the isolation of namespaces: no draft holds an n-gram known only to another namespace."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Changes to plain vLLM that are no larger than the last bits of a float32 sum."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager

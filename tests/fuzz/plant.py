@@ -1,7 +1,5 @@
 """Bugs planted in lookahead, to test that the fuzzer finds them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partialmethod

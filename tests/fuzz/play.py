@@ -1,7 +1,5 @@
 """Plays one round with both engines, and compares their replies."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Lookahead's engine in processes of its own, for rounds that compare outputs only."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

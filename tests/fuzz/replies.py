@@ -1,7 +1,5 @@
 """The replies of an engine, and how those of two engines differ."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Counts what the rounds of a run covered and found, and prints it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from tests.fuzz.play import Played

@@ -1,7 +1,5 @@
 """One round of the fuzzer: two engines, and the requests to both."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads the drafts and outputs of the engines in this process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

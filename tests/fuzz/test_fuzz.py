@@ -1,7 +1,5 @@
 """The fuzzer draws every feature, compares answers correctly, and finds planted bugs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from copy import deepcopy

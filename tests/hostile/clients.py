@@ -1,7 +1,5 @@
 """Clients of a server, in one thread and over plain sockets, so that they need little CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """The command line of scripts/hostile.py."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

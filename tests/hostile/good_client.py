@@ -1,7 +1,5 @@
 """A good client: lookahead's answers to it must equal plain vLLM's."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """Hostile clients at random times, while a good client asks and memory is watched."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

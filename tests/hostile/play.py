@@ -4,8 +4,6 @@ First come bad requests, one at a time, so that each fault belongs to one reques
 references and namespaces as the server takes; then the load of `load.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Judges replies, and collects the figures and violations of a run."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field

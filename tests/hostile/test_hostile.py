@@ -1,7 +1,5 @@
 """Hostile clients do not affect others. `scripts/hostile.py` runs longer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

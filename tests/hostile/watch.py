@@ -1,7 +1,5 @@
 """Memory, metrics, log and shutdown of a server's processes."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Options of a request: every way to write them is read, a wrong one refused with one sentence."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Options are checked at start-up, and the error for a wrong one says what to write."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, fields

@@ -1,7 +1,5 @@
 """The simulator's proposers, by name and settings."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

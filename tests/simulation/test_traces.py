@@ -1,7 +1,5 @@
 """Recorded generations: read and filtered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

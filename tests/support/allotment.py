@@ -1,7 +1,5 @@
 """The nodes that a step of a given cost sends."""
 
-from __future__ import annotations
-
 from lookahead_vllm.draft.budget.allot import Allotment
 from lookahead_vllm.draft.budget.allot import allot as allot_at_prices
 from lookahead_vllm.draft.budget.cost import Load, StepCost

@@ -1,7 +1,5 @@
 """Inputs of tree attention, random or given, and their attention in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

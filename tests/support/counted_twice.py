@@ -1,7 +1,5 @@
 """Checks what lookahead's scheduler does instead of vLLM's code, against that code, on copies."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Tiny trained drafters, with the weights of `models.WANDERING`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Start and drive vLLM engines in this process."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

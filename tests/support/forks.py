@@ -8,8 +8,6 @@ those that this process and its forks start in the block are forks instead. Thei
 cores and their output are those of the process that makes them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress

@@ -5,8 +5,6 @@ capture, so it sees a step only through vLLM's persistent buffers and `GraphBuff
 written in torch for the cache layout of GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

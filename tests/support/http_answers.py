@@ -3,8 +3,6 @@
 The chunks of a stream are joined first, because a step of speculation sends several tokens in one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

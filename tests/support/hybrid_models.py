@@ -1,7 +1,5 @@
 """Tiny random models with attention and recurrent layers, in float32; see `models.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The compiled signatures of the package's numba kernels."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Steps of vLLM's asynchronous scheduler, or of lookahead's subclass of it, without an engine."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Inputs of latent attention, random, and their attention in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny random models of real architectures, in float32; LoRA adapters for one of them."""
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

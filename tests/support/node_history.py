@@ -1,7 +1,5 @@
 """Penalties, bad words and thinking budgets at nodes, row by row: to compare kernels with."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 A stream gets its tokens in the same way whichever parser reads it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 TOOLS: dict[str, dict[str, str]] = {

@@ -1,7 +1,5 @@
 """A custom logits processor whose penalties depend on the whole text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Test proposers that draft from recorded answers: right, wrong, hidden or malformed trees."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any, ClassVar

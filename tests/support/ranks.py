@@ -1,7 +1,5 @@
 """Ranks that share a model in tests: what each of them verifies, while their clocks differ."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from typing import Any, NamedTuple

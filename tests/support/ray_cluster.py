@@ -5,8 +5,6 @@ a platform plugin adds the name, and the node is started with as many devices of
 are ranks. Nothing else of vLLM or Ray is changed.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

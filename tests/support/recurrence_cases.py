@@ -1,7 +1,5 @@
 """Random trees over recurrent layers, and the recurrences in float64, one token after the other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

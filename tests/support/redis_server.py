@@ -1,7 +1,5 @@
 """A real Redis server on a socket of its own, which tests can stop, freeze and start again."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import socket

@@ -1,7 +1,5 @@
 """vLLM's API server in this process, over an engine core that emits prepared tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from argparse import Namespace

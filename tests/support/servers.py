@@ -1,7 +1,5 @@
 """Start `vllm serve` as users do, or faster."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The real small model of the tests."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

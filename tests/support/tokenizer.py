@@ -1,7 +1,5 @@
 """A tokenizer of 128 tokens for the tiny models: printable ASCII and a few longer pieces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

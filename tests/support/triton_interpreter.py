@@ -1,7 +1,5 @@
 """Triton's interpreter for vLLM's kernels, on a machine without a GPU."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

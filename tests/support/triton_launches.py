@@ -1,7 +1,5 @@
 """Launches of Triton's kernels, recorded on a CPU, and compiled for GPUs that are not there."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Tiny random models that read images, with the processors and the tokenizer that they need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 There, they compute for tensors on a CPU, and only tests with the marker `interpreted` run.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

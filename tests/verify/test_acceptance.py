@@ -1,7 +1,5 @@
 """Accepted paths follow the target model's choices, as far as the tree goes."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

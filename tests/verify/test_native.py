@@ -1,7 +1,5 @@
 """Compiled kernels are built once and kept; without them a start goes on, and the log says why."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

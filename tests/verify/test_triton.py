@@ -1,7 +1,5 @@
 """Runs the tests of Triton's kernels under Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

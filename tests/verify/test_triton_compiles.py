@@ -1,7 +1,5 @@
 """The kernels compile for several GPUs, which need not be present, and fit into their memories."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Make a folder with vLLM 0.33 for CUDA, for a machine with a GPU and no network."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -10,8 +10,6 @@ file for another one, and is of no use on that GPU. In vLLM these are kernels fo
 quantized (Marlin) kernels, which would have run from PTX.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from collections.abc import Iterator

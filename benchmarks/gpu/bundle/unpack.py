@@ -4,8 +4,6 @@ writes env.sh.
     python -I unpack.py FOLDER TARGET        FOLDER was made by scripts/gpu_bundle.py
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """A trained drafter's further passes run while their tokens are worth their time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

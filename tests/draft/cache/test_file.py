@@ -1,7 +1,5 @@
 """A damaged cache file is refused. A file holds n-grams of answers, and none of a live prompt."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """A cache is loaded at start and saved while the proposer learns. A bad file is set aside."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Members learn each other's answers through a real server, whatever happens to it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

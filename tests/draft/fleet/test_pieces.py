@@ -1,7 +1,5 @@
 """Another member's pieces are inserted exactly as its own answers are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`jacobi_window` moves its window as the paper does, and its requests share nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A proposer is made of the options, with a table for prompts as large as they may be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

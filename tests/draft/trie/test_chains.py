@@ -1,7 +1,5 @@
 """A trained drafter's chain in the trees of the trie."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

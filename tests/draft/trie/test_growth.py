@@ -1,7 +1,5 @@
 """Threads that grow the trees of a step together grow what one thread grows."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -4,8 +4,6 @@ The kernels have their own tests (`tests/verify/attention/test_paged_attention.p
 stood in for by plain torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any

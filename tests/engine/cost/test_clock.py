@@ -1,7 +1,5 @@
 """What counts as the time of a step: from its launch to the next, unless requests had to come."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The cost of a step is measured once and cached, unless it was disturbed; damaged or foreign files
 are not used."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

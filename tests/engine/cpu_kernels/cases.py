@@ -4,8 +4,6 @@ A case calls vLLM's function that launches the kernel and returns the tensors th
 writes. The same generator state gives the same inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from inspect import signature
 from types import SimpleNamespace

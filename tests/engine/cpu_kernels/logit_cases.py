@@ -1,7 +1,5 @@
 """Random inputs for the sampler's kernels, see `cases`."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

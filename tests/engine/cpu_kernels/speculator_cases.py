@@ -1,7 +1,5 @@
 """Random inputs for the kernels of vLLM's speculators, see `cases`."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

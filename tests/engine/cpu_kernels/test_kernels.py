@@ -1,7 +1,5 @@
 """Every kernel for CPUs computes what vLLM's Triton kernel computes under Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The cache file keeps what an engine learned."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """All kernels that serving calls are compiled at start-up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engines with one `share_with` draft each other's answers; others do not."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Late drafts when requests and the device do not behave."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace

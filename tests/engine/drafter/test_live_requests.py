@@ -1,7 +1,5 @@
 """What a worker keeps of its live requests, without an engine."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker works, sleeps and then polls until the tokens of a step arrive."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

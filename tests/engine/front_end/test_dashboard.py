@@ -1,7 +1,5 @@
 """Every query in Grafana's dashboard and in the docs is PromQL and finds what an engine exposes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Every metric is exposed, documented and shown, complete, and consistent with vLLM's own."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

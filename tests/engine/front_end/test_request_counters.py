@@ -1,7 +1,5 @@
 """vLLM's counters of requests and tokens do not depend on how many tokens come at once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

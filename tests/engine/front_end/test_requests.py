@@ -1,7 +1,5 @@
 """A request's options reach the proposer, and never change its output."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from copy import deepcopy

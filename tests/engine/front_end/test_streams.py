@@ -1,7 +1,5 @@
 """A stream that a parser reads is plain vLLM's, chunk by chunk, whatever a step accepts."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

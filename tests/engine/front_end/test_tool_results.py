@@ -1,7 +1,5 @@
 """Tool results reach the proposer as the model's next call would spell them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Structured output on trees: valid, equal to plain vLLM's, with tokens that grammars dictate."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """The calls of vLLM's recurrent layers on a GPU reach lookahead's kernels, here those of a CPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

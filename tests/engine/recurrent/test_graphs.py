@@ -1,7 +1,5 @@
 """Recurrent layers in an engine whose captured graphs are replayed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

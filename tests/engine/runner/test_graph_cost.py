@@ -1,7 +1,5 @@
 """CUDA graphs of the whole model are timed at captured sizes, with drafts and without."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

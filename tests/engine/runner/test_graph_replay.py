@@ -4,8 +4,6 @@ vLLM's own code captures the graphs and builds the metadata; `recorded_graphs` s
 plain torch for the kernels. Between two steps, everything that no step owns is poisoned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A trained drafter of vLLM's and the trie in one tree."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vLLM's warm-up: its own requests get drafts, and nothing is learned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 `counted_twice` compares both in every step of the engine tests and of the fuzzer.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

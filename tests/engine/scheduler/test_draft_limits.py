@@ -1,7 +1,5 @@
 """Drafts take no tokens of a step and no KV blocks from any request."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path

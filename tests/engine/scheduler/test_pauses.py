@@ -1,7 +1,5 @@
 """While no node pays, the scheduler reserves no slots, and some steps look whether one would."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The scheduler: what it tells the workers, and what its slots take."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Steps that vLLM prepares before their drafts are known give plain vLLM's tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

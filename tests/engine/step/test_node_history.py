@@ -1,7 +1,5 @@
 """vLLM's V2 sampler treats the nodes of branching trees by the paths to them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The arrays of a step with drafts, without an engine."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The rows of a step are sampled in chunks of bounded memory, and a step has a bounded number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

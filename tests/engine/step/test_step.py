@@ -1,7 +1,5 @@
 """A step from the scheduler's output until its tokens are counted."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A captured tail gives, to the bit, what the sampler and the walk give outside of graphs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention over a paged GPU cache is exact for trees, chains and prompts in one launch."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """xformers' attention over pages is exact for trees, where xformers can compute them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

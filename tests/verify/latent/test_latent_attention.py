@@ -1,7 +1,5 @@
 """Latent attention is exact for trees: a row attends to the context, its ancestors and itself."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The buffers of a captured graph: fixed, filled in one copy, and unused entries have no effect."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """KV moves on a GPU, in every layer; run by the interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

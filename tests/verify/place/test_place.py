@@ -1,7 +1,5 @@
 """The rows of a step are written where its forward pass reads them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Recurrent layers at the nodes of trees equal the recurrence along each path."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

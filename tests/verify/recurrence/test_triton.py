@@ -1,7 +1,5 @@
 """Recurrent layers at the nodes of trees in Triton equal vLLM's kernels for one token."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any

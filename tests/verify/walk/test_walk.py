@@ -1,7 +1,5 @@
 """The walk on the device accepts the deepest path that follows the sampled tokens."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest import mock
