@@ -58,7 +58,6 @@ MIN_CANDIDATES = 6
 MIN_SPARSE_PROBABILITY = 0.2
 """Sparse suffixes are looked up for nodes at least this likely."""
 
-
 MIN_NODES_FOR_THREADS = 100
 """With fewer nodes in a step, threads gain less than it takes to call them."""
 
@@ -159,13 +158,17 @@ def grow_all(
     """Grow the `trees` int64 [t, 4]; returns the fields of a DraftForest.
 
     `lines` are those of `recycling.py`; there may be none. Threads in `help_grow` take some of the
-    trees.
+    trees. IndexError if `shared` has no room for them.
     """
     gate, shared_trees, (fields, probs, sources) = shared
     count, size = len(trees), 0
+    if count > len(shared_trees):
+        raise IndexError("there is no room for the trees")
     for i in range(count):
         shared_trees[i, :START], shared_trees[i, START] = trees[i], size
         size += bounds_of(trees[i], TreeLimits(*limits))[0]
+    if size > len(probs):
+        raise IndexError("there is no room for the nodes")
     gate[DONE], gate[COUNT] = 0, count
     ticket = gate[TICKET]
     step = (ticket >> STEP_SHIFT) + np.int64(ticket & _TREE_MASK != CLOSED)
