@@ -155,7 +155,7 @@ def test_without_slots_the_drafter_makes_one_pass(tmp_path: Path) -> None:
 def cost(monkeypatch: pytest.MonkeyPatch) -> StepCost:
     """The cost of all steps, whatever they take."""
     cost = StepCost(CostCurve([1, 256], [0.01, 0.0101]))
-    monkeypatch.setattr(step_cost, "step_cost", lambda runner: (cost, None))
+    monkeypatch.setattr(step_cost, "step_cost", lambda runner: cost)
     monkeypatch.setattr(StepCost, "observe", lambda self, work, time: time)
     return cost
 
