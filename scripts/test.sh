@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install what is missing, then check style and types and run the tests.
 #
-#   scripts/test.sh                      everything: 20 to 25 minutes on two cores
+#   scripts/test.sh                      everything: 15 to 25 minutes on two cores
 #   scripts/test.sh --quick              style, types, and the tests without an engine: 3 minutes
 #   scripts/test.sh tests/draft -k tree  style, types, and these arguments for pytest
 #
@@ -35,7 +35,7 @@ elif [[ ${1:-} == --quick ]]; then
 elif [[ $# -eq 0 ]]; then
     set -- "${parallel[@]}"
     fuzz_minutes=2
-    echo "==> all checks and tests: 20 to 25 minutes on two cores (--quick: about 3)" >&2
+    echo "==> all checks and tests: 15 to 25 minutes on two cores (--quick: about 3)" >&2
 fi
 
 scripts/setup.sh
