@@ -201,16 +201,7 @@ class HybridProposer(NGramTrieProposer):
         given = verified.at_roots, verified.at_nodes, verified.gaps
         recycle(self._lines, choices[:], given)  # plain tuples, see TrieArrays
         self._unlearned = (hashes, *others), new, False
-        texts = self._texts.arrays
-        nodes = grow_all(
-            self.trie.arrays,
-            self._lines,
-            texts,
-            trees,
-            self.rate.arrays,
-            self._bounds,
-            self._growers.shared,
-        )
+        nodes = grow_all(trees, *self._tables, self._growers.shared)
         return DraftForest(*nodes), num_tokens
 
     def learn(self) -> None:

@@ -147,10 +147,10 @@ def bounds_of(tree: Int64s, limits: TreeLimits) -> tuple[int, int, int]:
 
 @kernel
 def grow_all(
+    trees: Int64s,
     trie: TrieArrays,
     lines: Int32s,
     texts: TextArrays,
-    trees: Int64s,
     learned: RateArrays,
     limits: TreeLimits,
     shared: SharedTrees,
@@ -160,14 +160,14 @@ def grow_all(
     `lines` are those of `recycling.py`; there may be none. Threads in `help_grow` take some of the
     trees. IndexError if `shared` has no room for them.
     """
-    gate, shared_trees, (fields, probs, sources) = shared
+    gate, shared_trees, nodes = shared[0], shared[1], Nodes(*shared[2])
     count, size = len(trees), 0
     if count > len(shared_trees):
         raise IndexError("there is no room for the trees")
     for i in range(count):
         shared_trees[i, :START], shared_trees[i, START] = trees[i], size
         size += bounds_of(trees[i], TreeLimits(*limits))[0]
-    if size > len(probs):
+    if size > len(nodes.probs):
         raise IndexError("there is no room for the nodes")
     gate[DONE], gate[COUNT] = 0, count
     ticket = gate[TICKET]
@@ -179,16 +179,21 @@ def grow_all(
     firsts = np.zeros(count + 1, np.int64)
     for i in range(count):
         firsts[i + 1] = firsts[i] + shared_trees[i, SIZE]
-    size = firsts[-1]
-    grown = np.empty((3, size), np.int32)
-    grown_probs, grown_sources = np.empty(size, np.float32), np.empty(size, np.uint8)
+    grown = new_nodes(firsts[-1])
     for i in range(count):
-        start = shared_trees[i, START] - firsts[i]
-        for own in range(firsts[i], firsts[i + 1]):
-            for field in range(3):
-                grown[field, own] = fields[field, start + own]
-            grown_probs[own], grown_sources[own] = probs[start + own], sources[start + own]
-    return grown[0], grown[1], grown_probs, grown[2], grown_sources, firsts
+        _copy(nodes, shared_trees[i, START], shared_trees[i, SIZE], grown, firsts[i])
+    fields = grown.fields
+    return fields[0], fields[1], grown.probs, fields[2], grown.sources, firsts
+
+
+@kernel
+def _copy(nodes: Nodes, first: int, size: int, result: Nodes, at: int) -> None:
+    """Copy `size` nodes, from the `first` one on, to `result` from `at` on."""
+    for i in range(size):
+        for field in range(3):
+            result.fields[field, at + i] = nodes.fields[field, first + i]
+        result.probs[at + i] = nodes.probs[first + i]
+        result.sources[at + i] = nodes.sources[first + i]
 
 
 @partial(kernel, nogil=True)
@@ -237,7 +242,7 @@ def _grow_some(
     """Grow trees of the step until all are taken."""
     trie, texts, learned = TrieArrays(*trie), TextArrays(*texts), RateArrays(*learned)
     limits = TreeLimits(*limits)
-    gate, trees, (fields, probs, sources) = shared
+    gate, trees, shared_nodes = shared
     # Reused for every tree, and passed one by one: nested in a NamedTuple they cost 2 µs a step.
     hashes = np.empty((limits.max_nodes + 1, NUM_HASHES), np.uint64)
     places = np.empty(limits.max_nodes + 1, np.int32)
@@ -266,11 +271,7 @@ def _grow_some(
             nodes,
         )
         trees[i, SIZE] = size
-        for own in range(size):
-            at = trees[i, START] + own
-            for field in range(3):
-                fields[field, at] = nodes.fields[field, own]
-            probs[at], sources[at] = nodes.probs[own], nodes.sources[own]
+        _copy(nodes, 0, size, Nodes(*shared_nodes), trees[i, START])
         atomics.add(gate, DONE, 1)
         i = _take(gate, step)
 

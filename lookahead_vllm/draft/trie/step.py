@@ -202,5 +202,5 @@ def begin_and_grow(
     trees, before, new, num_tokens = begin_step(
         progress, emitted, spans, wanted, texts, max_model_len
     )
-    forest = grow_all(trie, lines, texts, trees, learned, limits, shared)
+    forest = grow_all(trees, trie, lines, texts, learned, limits, shared)
     return forest, before, new, num_tokens

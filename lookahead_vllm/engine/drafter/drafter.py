@@ -53,7 +53,6 @@ STALL_SECONDS, STALL_SLOWDOWN = 1.0, 20.0
 """A step that takes longer than this, and so many times as long as predicted, was stopped on its
 way, for instance by a debugger."""
 
-
 MAX_GROWERS = 3
 CORES_PER_GROWER = 4
 """Of each rank on a machine; vLLM's own threads need the others."""

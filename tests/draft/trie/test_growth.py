@@ -10,7 +10,15 @@ import numpy as np
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.draft.trie.growth import COUNT, DONE, STEP_SHIFT, TICKET, help_grow
+from lookahead_vllm.draft.trie.growth import (
+    COUNT,
+    DONE,
+    SIZE,
+    START,
+    STEP_SHIFT,
+    TICKET,
+    help_grow,
+)
 from lookahead_vllm.options.server import LookaheadOptions
 
 NODES = 16
@@ -74,7 +82,7 @@ def test_a_thread_grows_all_trees_if_the_others_take_none():
     growers = proposer._growers
     gate, trees, nodes = growers._trees
     expected = [array.copy() for array in (trees, *nodes)]
-    nodes.fields[:] = nodes.probs[:] = nodes.sources[:] = trees[:, 5] = 0
+    nodes.fields[:] = nodes.probs[:] = nodes.sources[:] = trees[:, SIZE] = 0
     step = int(gate[TICKET]) >> STEP_SHIFT
     gate[DONE], gate[TICKET] = 0, step + 1 << STEP_SHIFT
     arguments = *proposer._tables, growers.shared, step + 1
@@ -84,8 +92,8 @@ def test_a_thread_grows_all_trees_if_the_others_take_none():
         time.sleep(0)
     gate[TICKET] = step + 2 << STEP_SHIFT  # another step begins
     thread.join()
-    sizes = trees[:8, 5]
-    used = np.concatenate([start + np.arange(size) for start, size in trees[:8, 4:].tolist()])
+    sizes = trees[:8, SIZE]
+    used = np.concatenate([start + np.arange(size) for start, size in trees[:8, START:].tolist()])
     np.testing.assert_array_equal(trees[:8], expected[0][:8])
     assert sizes.sum() == len(used) > 50
     for array, own in zip(nodes, expected[1:], strict=True):
