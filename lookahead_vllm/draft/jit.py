@@ -18,7 +18,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 
-def kernel(function: Callable[..., Any], nogil: bool = False) -> Any:
+def kernel(function: Callable[..., Any], nogil: bool = False, borrows: bool = False) -> Any:
     """Compile the decorated function with numba at its first call, and cache the code on disk.
 
     numba recompiles a cached kernel when the kernel's own file changes, but not when the file of
@@ -26,7 +26,7 @@ def kernel(function: Callable[..., Any], nogil: bool = False) -> Any:
     a hash of all sources that may hold kernels. If there is no usable folder, each process
     compiles for itself.
     """
-    compiled = numba.njit(error_model="numpy", nogil=nogil)(function)
+    compiled = numba.njit(error_model="numpy", nogil=nogil, _nrt=not borrows)(function)
     default_folder = numba.config.CACHE_DIR
     try:
         numba.config.CACHE_DIR = _folder()
@@ -39,6 +39,14 @@ def kernel(function: Callable[..., Any], nogil: bool = False) -> Any:
     if cache.cache_path.startswith(_folder()):
         compiled._cache = cache  # as `Dispatcher.enable_caching` does
     return compiled
+
+
+borrowing_kernel = functools.partial(kernel, borrows=True)
+"""For inner functions of a kernel that neither make arrays nor return any; numba refuses others.
+
+The references to their arrays are not counted. Counting takes a locked instruction for each view of
+an array, before which the processor ends all reads from memory: a third of a tree's growth.
+"""
 
 
 class _Cache(FunctionCache):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.trie import chains, priors, recycling
 from lookahead_vllm.draft.trie.candidates import (
@@ -170,14 +170,14 @@ class AcceptanceRate:
         return self.rates.nbytes + self.trials.nbytes + self.weights.nbytes
 
 
-@kernel
+@borrowing_kernel
 def _sigmoid(log_odds: np.float32) -> np.float32:
     """1 / (1 + exp(-log_odds)) within 1e-6; the library's exp takes longer."""
     exp, power = _exp(log_odds)
     return _ONE / (_ONE + exp * _float(2) ** power)
 
 
-@kernel
+@borrowing_kernel
 def _exp(log_odds: np.float32) -> tuple[np.float32, np.float32]:
     """A polynomial and a whole number: exp(-log_odds) is their product as x * 2 ** n."""
     power = min(max(-log_odds, -_MAX_POWER), _MAX_POWER) * _LOG2_E
@@ -189,7 +189,7 @@ def _exp(log_odds: np.float32) -> tuple[np.float32, np.float32]:
     return exp, whole
 
 
-@kernel
+@borrowing_kernel
 def weight_set(longest: Int32s, spaces: Int32s) -> int:
     """The set of weights for all candidates of a text.
 
@@ -225,7 +225,7 @@ def new_inputs() -> Inputs:
     )
 
 
-@kernel
+@borrowing_kernel
 def estimate(
     evidence: Int32s, size: int, learned: RateArrays, weights: int, inputs: Inputs, probs: Float32s
 ) -> None:
@@ -247,7 +247,7 @@ def estimate(
         probs[i] = min(max(prob, MIN_ESTIMATE), MAX_ESTIMATE)
 
 
-@kernel
+@borrowing_kernel
 def _read(evidence: Int32s, i: int, rates: Float32s, inputs: Inputs) -> None:
     """Fill in row `i` of the inputs, for the candidate in this row of `evidence`."""
     at, log_odds = inputs.rates, inputs.log_odds
@@ -280,7 +280,7 @@ def _read(evidence: Int32s, i: int, rates: Float32s, inputs: Inputs) -> None:
     log_odds[i, _BIAS] = _BIAS_INPUT
 
 
-@kernel
+@borrowing_kernel
 def _mix(log_odds: Float32s, weights: Float32s) -> np.float32:
     total = _float(0)
     for j in range(NUM_INPUTS):
@@ -288,18 +288,18 @@ def _mix(log_odds: Float32s, weights: Float32s) -> np.float32:
     return total
 
 
-@kernel
+@borrowing_kernel
 def _sum(own_odds: np.float32, answers_odds: np.float32) -> np.float32:
     return min(max(own_odds + answers_odds - BASE_LOG_ODDS, _MIN_SUM), _MAX_SUM)
 
 
-@kernel
+@borrowing_kernel
 def _learned_or(rates: Float32s, index: int, default: np.float32) -> np.float32:
     rate = rates[index]
     return default if math.isnan(rate) else rate
 
 
-@kernel
+@borrowing_kernel
 def _record(
     learned: RateArrays,
     index: int,
@@ -321,7 +321,7 @@ def _record(
     rates[index] = math.log(share / (_ONE - share))
 
 
-@kernel
+@borrowing_kernel
 def learn_token(
     evidence: Int32s, size: int, token: int, learned: RateArrays, weights: int, inputs: Inputs
 ) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.trie.suffix import (
@@ -85,7 +85,7 @@ def new_candidates() -> Candidates:
     )
 
 
-@kernel
+@borrowing_kernel
 def _share(count: int, total: int) -> int:
     """The class of a token's share; a share of nearly 1 is divided further by `total`."""
     # Without branches, which the processor cannot predict here.
@@ -98,7 +98,7 @@ def _share(count: int, total: int) -> int:
     return int(share + often * np.int64(share == 5))
 
 
-@kernel
+@borrowing_kernel
 def _kind(suffix: int, share: int, gap: int, rank: int) -> int:
     return 1 + ((suffix * _SHARES + share) * _GAPS + gap) * _RANKS + rank
 
@@ -124,7 +124,7 @@ COARSE_KINDS = _coarse_kinds()
 """int32 [NUM_KINDS]: the coarse kind, below NUM_COARSE_KINDS, of each kind; for pairs of kinds."""
 
 
-@kernel
+@borrowing_kernel
 def look_up(
     trie: TrieArrays, spaces: Int32s, hashes: Hashes, lookups: Int64s, num_suffixes: int
 ) -> None:
@@ -166,7 +166,7 @@ def look_up(
                 )
 
 
-@kernel
+@borrowing_kernel
 def _total(edges: Int64s, slot: int, matching: int) -> int:
     total = 0
     while matching:
@@ -177,7 +177,7 @@ def _total(edges: Int64s, slot: int, matching: int) -> int:
     return total
 
 
-@kernel
+@borrowing_kernel
 def add_candidate(
     token: int, evidence: Int32s, size: int, may_add: bool, max_size: int
 ) -> tuple[int, int]:
@@ -196,7 +196,7 @@ def add_candidate(
     return size, size + 1
 
 
-@kernel
+@borrowing_kernel
 def find_candidates(
     edges: Int64s, spaces: Int32s, candidates: Candidates, max_size: int, num_suffixes: int
 ) -> int:

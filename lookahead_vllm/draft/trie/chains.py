@@ -11,7 +11,7 @@ rates; it takes the place of the evidence that the model's earlier choices give.
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Int32s, kernel
+from lookahead_vllm.draft.jit import Int32s, borrowing_kernel
 from lookahead_vllm.draft.progress import GAP, NUM_ALTERNATIVES, PROPOSED
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.candidates import CHOSEN, MAX_ALL_CANDIDATES, add_candidate
@@ -27,18 +27,18 @@ NUM_DRAFTED_KINDS = _NUM_DEPTHS * _KINDS_OF_A_DEPTH
 """Kinds of evidence from a drafter; they follow those of `recycling.py`."""
 
 
-@kernel
+@borrowing_kernel
 def _not_drafted(depth: int) -> int:
     """The kind of evidence for a token that the drafter does not propose in its place."""
     return NUM_CHOICE_KINDS + min(depth, _NUM_DEPTHS - 1) * _KINDS_OF_A_DEPTH
 
 
-@kernel
+@borrowing_kernel
 def _kind(depth: int, rank: int, gap: int) -> int:
     return _not_drafted(depth) + 1 + rank * NUM_GAPS + gap
 
 
-@kernel
+@borrowing_kernel
 def is_drafted(kind: int) -> bool:
     """Whether the drafter proposed a token with evidence of this kind."""
     return kind >= NUM_CHOICE_KINDS and (kind - NUM_CHOICE_KINDS) % _KINDS_OF_A_DEPTH > 0
@@ -56,7 +56,7 @@ def initial_rates() -> NDArray[np.float64]:
     return rates
 
 
-@kernel
+@borrowing_kernel
 def follow_chain(chain: Int32s, place: int, token: int) -> int:
     """The place after `token`: the index of the chain's next token, or UNKNOWN off the chain.
 
@@ -67,7 +67,7 @@ def follow_chain(chain: Int32s, place: int, token: int) -> int:
     return place + 1
 
 
-@kernel
+@borrowing_kernel
 def find_drafted(
     chain: Int32s, place: int, evidence: Int32s, longest: int, size: int
 ) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft import atomics
-from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.sources import ANSWERS, DRAFTER, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.trie.acceptance_rate import (
     MAX_ESTIMATE,
@@ -137,7 +137,7 @@ def new_nodes(size: int) -> Nodes:
     )
 
 
-@kernel
+@borrowing_kernel
 def bounds_of(tree: Int64s, limits: TreeLimits) -> tuple[int, int, int]:
     """The max_nodes and max_depth of one tree, and whether it may branch, 0 or 1."""
     max_nodes = max(min(tree[NODES], limits.max_nodes), 0)
@@ -186,7 +186,7 @@ def grow_all(
     return fields[0], fields[1], grown.probs, fields[2], grown.sources, firsts
 
 
-@kernel
+@borrowing_kernel
 def _copy(nodes: Nodes, first: int, size: int, result: Nodes, at: int) -> None:
     """Copy `size` nodes, from the `first` one on, to `result` from `at` on."""
     for i in range(size):
@@ -276,7 +276,7 @@ def _grow_some(
         i = _take(gate, step)
 
 
-@kernel
+@borrowing_kernel
 def _source_of(evidence: Int32s) -> int:
     if evidence[REFERENCE]:
         return REFERENCE
@@ -289,7 +289,7 @@ def _source_of(evidence: Int32s) -> int:
     return WINDOW if is_from_cell(evidence[CHOSEN]) else RECYCLED
 
 
-@kernel
+@borrowing_kernel
 def grow(
     trie: TrieArrays,
     lines: Int32s,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.candidates import CHOSEN, add_candidate
 from lookahead_vllm.draft.trie.suffix import Hashes, advance, hash_in_space
@@ -69,7 +69,7 @@ class ModelChoices(NamedTuple):
     """float32 [t + n, NUM_CHOICES]: how far each logit is below the best one, roots first."""
 
 
-@kernel
+@borrowing_kernel
 def _kind(length: int, rank: int, gap: int) -> int:
     """The kind of evidence at a node; the next number is the same at a cell of a window."""
     return _LISTED + 2 * ((length * NUM_CHOICES + rank) * NUM_GAPS + gap)
@@ -93,13 +93,13 @@ def make_lines(num_lines: int = NUM_LINES) -> Int32s:
     return np.zeros((num_lines, _LINE), np.int32)
 
 
-@kernel
+@borrowing_kernel
 def is_from_cell(kind: int) -> bool:
     """Whether evidence of this kind comes from a cell of a window."""
     return _LISTED <= kind < NUM_CHOICE_KINDS and (kind - _LISTED) % 2 == 1
 
 
-@kernel
+@borrowing_kernel
 def _line_of(lines: Int32s, space: int, hashes: Hashes, length: int) -> tuple[np.int64, np.int32]:
     """The index of the suffix's line, and the _HASH that it has."""
     key = hash_in_space(hashes, length, space)
@@ -107,7 +107,7 @@ def _line_of(lines: Int32s, space: int, hashes: Hashes, length: int) -> tuple[np
     return line, np.int32(key & np.uint64(0x7FFFFFFF))
 
 
-@kernel
+@borrowing_kernel
 def find_choices(
     lines: Int32s, space: int, hashes: Hashes, evidence: Int32s, size: int, max_size: int
 ) -> tuple[int, int]:

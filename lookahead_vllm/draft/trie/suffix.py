@@ -17,7 +17,7 @@ one word changed. Source: sparse contexts in context mixing compressors (PAQ).
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import kernel
+from lookahead_vllm.draft.jit import borrowing_kernel, kernel
 from lookahead_vllm.draft.tree import UNKNOWN
 
 Hashes = NDArray[np.uint64]
@@ -56,7 +56,7 @@ def empty_hashes() -> Hashes:
     return np.zeros(NUM_HASHES, np.uint64)
 
 
-@kernel
+@borrowing_kernel
 def advance(hashes: Hashes, token: int, result: Hashes) -> None:
     """Write the hashes of the text after one more token to `result`, which is another array."""
     mixed = (np.uint64(token) + np.uint64(1)) * _A
@@ -83,7 +83,7 @@ def hashes_of(tokens: NDArray[np.int32]) -> Hashes:
     return hashes
 
 
-@kernel
+@borrowing_kernel
 def hash_in_space(hashes: Hashes, suffix: int, space: int) -> np.uint64:
     """The hash of a text's suffix, a number below NUM_SUFFIXES, in one space of the trie."""
     key = hashes[_ENTRIES[suffix]] + np.uint64(suffix + 1) * _A + np.uint64(space) * _C

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.suffix import (
     CONTEXT,
@@ -277,14 +277,14 @@ def count_by_space(edges: Int64s, spaces: Int64s) -> Int64s:
     return counts
 
 
-@kernel
+@borrowing_kernel
 def region_of(trie: TrieArrays, space: int) -> tuple[np.int64, np.int64]:
     """The first line of the part of the table that holds the space, and its number of lines."""
     row = -space % MAX_LIVE_SPACES if space < 0 else _SHARED
     return np.int64(trie.live[row, 1]), np.int64(trie.live[row, 2])
 
 
-@kernel
+@borrowing_kernel
 def locate(
     first: int, lines: int, space: int, hashes: Hashes, suffix: int
 ) -> tuple[np.int64, np.int64]:
@@ -297,7 +297,7 @@ def locate(
     return np.int64(key << np.uint64(32)) | (np.int64(space) & SPACE_MASK), line * SLOTS_PER_LINE
 
 
-@kernel
+@borrowing_kernel
 def matches(edges: Int64s, key: int, slot: int) -> np.int64:
     """Which slots of the line at `slot` hold an edge of this key, as bits, the first slot lowest.
 
@@ -311,7 +311,7 @@ def matches(edges: Int64s, key: int, slot: int) -> np.int64:
     )
 
 
-@kernel
+@borrowing_kernel
 def _value(edges: Int64s, live: Int32s, slot: int, now: int) -> int:
     """The priority with which an edge is kept.
 
@@ -332,7 +332,7 @@ def _value(edges: Int64s, live: Int32s, slot: int, now: int) -> int:
     return (weight << 16) + MAX_UINT16 - age
 
 
-@kernel
+@borrowing_kernel
 def count(
     edges: Int64s,
     live: Int32s,
