@@ -251,8 +251,8 @@ def estimate(
 def _read(evidence: Int32s, i: int, rates: Float32s, inputs: Inputs) -> None:
     """Fill in row `i` of the inputs, for the candidate in this row of `evidence`."""
     at, log_odds = inputs.rates, inputs.log_odds
-    own, answers = np.uint32(evidence[i, OWN]), np.uint32(evidence[i, ANSWERS])
-    reference, choice = np.uint32(evidence[i, REFERENCE]), np.uint32(evidence[i, CHOSEN])
+    own, answers = np.uint32(evidence[OWN, i]), np.uint32(evidence[ANSWERS, i])
+    reference, choice = np.uint32(evidence[REFERENCE, i]), np.uint32(evidence[CHOSEN, i])
     at[i, OWN], at[i, ANSWERS] = _FIRST_OWN + own, _FIRST_ANSWERS + answers
     at[i, REFERENCE] = _FIRST_REFERENCE + reference
     own_odds, answers_odds = rates[_FIRST_OWN + own], rates[_FIRST_ANSWERS + answers]
@@ -262,7 +262,7 @@ def _read(evidence: Int32s, i: int, rates: Float32s, inputs: Inputs) -> None:
     pair_at = _FIRST_PAIR + COARSE_KINDS[own] * NUM_COARSE_KINDS + COARSE_KINDS[answers]
     pair = _learned_or(rates, pair_at, _sum(own_odds, answers_odds))
     level = np.uint32(min(max(np.int32(pair + _float(8)), np.int32(0)), np.int32(_LEVELS - 1)))
-    sparse = evidence[i, SPARSE_OWN] * NUM_SPARSE_KINDS + evidence[i, SPARSE_ANSWERS]
+    sparse = evidence[SPARSE_OWN, i] * NUM_SPARSE_KINDS + evidence[SPARSE_ANSWERS, i]
     level_at, sparse_at = _FIRST_LEVEL + level, _FIRST_SPARSE + sparse * _LEVELS + level
     at[i, _PAIR], at[i, _LEVEL], at[i, _SPARSE] = pair_at, level_at, sparse_at
     log_odds[i, _PAIR] = pair
@@ -336,16 +336,16 @@ def learn_token(
         prob = min(max(_sigmoid(_mix(log_odds, own)), MIN_ESTIMATE), MAX_ESTIMATE)
         if prob < MIN_LEARNED_PROBABILITY:
             continue
-        hit = _float(evidence[i, TOKEN] == token)
+        hit = _float(evidence[TOKEN, i] == token)
         _record(learned, at[OWN], hit, log_odds[OWN], PRIOR_TRIALS)
         _record(learned, at[ANSWERS], hit, log_odds[ANSWERS], PRIOR_TRIALS)
-        if evidence[i, REFERENCE]:
+        if evidence[REFERENCE, i]:
             _record(learned, at[REFERENCE], hit, log_odds[REFERENCE], PRIOR_TRIALS)
         both = _sum(log_odds[OWN], log_odds[ANSWERS])
         _record(learned, at[_PAIR], hit, both, PRIOR_TRIALS)
         for narrow in (_LEVEL, _SPARSE):
             _record(learned, at[narrow], hit, log_odds[_PAIR], NARROW_TRIALS)
-        if evidence[i, CHOSEN]:
+        if evidence[CHOSEN, i]:
             _record(learned, at[_CHOICE], hit, log_odds[_CHOICE], PRIOR_TRIALS)
             _record(learned, at[_CHOICE_LEVEL], hit, log_odds[_CHOICE], NARROW_TRIALS)
         if hit and prob >= MAX_ESTIMATE:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lookahead_vllm.draft.instructions import NUM_LANES, equal_lanes, lowest_bit, prefetch
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
@@ -20,9 +21,9 @@ from lookahead_vllm.draft.trie.suffix import (
 )
 from lookahead_vllm.draft.trie.table import (
     COUNT_SHIFT,
-    KEY,
     MAX_UINT16,
     NO_SPACE,
+    SLOTS_PER_LINE,
     TOKEN_MASK,
     USE,
     TrieArrays,
@@ -37,17 +38,19 @@ CHOICES = 3
 """The index of the model's choices (`recycling.py`) in a text's spaces and longest matches."""
 NUM_SPACES = 4
 
-# Columns of `Candidates.evidence`, after those of the sources in the trie.
+# Rows of `Candidates.evidence`, after those of the sources in the trie.
 SPARSE_OWN, SPARSE_ANSWERS, CHOSEN = 3, 4, 5
 TOKEN = 6
-NUM_COLUMNS = 7
-
-KEYS, SLOTS, MATCHES = range(3)  # of `Candidates.lookups`
+NUM_ROWS = 7
 
 MAX_CANDIDATES = 12  # of one text, without those of a trained drafter
 MAX_ALL_CANDIDATES = MAX_CANDIDATES + NUM_ALTERNATIVES
+assert MAX_ALL_CANDIDATES == NUM_LANES
 
 _STAGES = 2  # suffixes, longest first, that are read in addition to the two shortest
+_SHIFTS = np.array([*range(4 * WHOLE, -1, -4), *range(4 * NUM_CONTIGUOUS, 4 * NUM_SUFFIXES, 4)])
+_LINE = 15  # the bits of one suffix
+_SHORTEST = (_LINE << 4 | _LINE) << 4 * (WHOLE - 1)
 _SHARES, _GAPS, _RANKS = 9, 3, 2
 _SPARSE_SHARES = 6
 
@@ -59,29 +62,42 @@ NUM_COARSE_KINDS = 1 + _NUM_COARSE_LENGTHS * 5 * _GAPS
 NUM_SPARSE_KINDS = _SPARSE_SHARES**NUM_SPARSE
 
 
+class Lookups(NamedTuple):
+    """Where the suffixes of a text are in the trie, as arrays that are reused for every text."""
+
+    keys: Int64s
+    """int64 [NUM_SOURCES, NUM_SUFFIXES]: the KEY of each suffix's edges."""
+    slots: Int64s
+    """int64 [NUM_SOURCES, NUM_SUFFIXES]: the first slot of their line."""
+    matches: Int64s
+    """int64 [NUM_SOURCES]: which slots of these lines have edges of the suffix, as bits, the longest
+    suffix first: those of suffix k are from `_SHIFTS[k]` on."""
+
+
 class Candidates(NamedTuple):
     """The candidates of one text, as arrays that are reused for every text."""
 
     evidence: Int32s
-    """int32 [MAX_ALL_CANDIDATES, NUM_COLUMNS]: a row for each candidate, with its TOKEN and the
-    kind of evidence for it in each source. A kind combines the longest suffix that the token
-    followed, its share of what followed, the number of longer suffixes that it never followed, and
-    whether it was the last to follow."""
+    """int32 [NUM_ROWS, MAX_ALL_CANDIDATES]: of each candidate the TOKEN and the kind of evidence
+    for it in each source. A kind combines the longest suffix that the token followed, its share of
+    what followed, the number of longer suffixes that it never followed, and whether it was the last
+    to follow."""
     longest: Int32s
     """int32 [NUM_SPACES]: the longest suffix found in each space, plus 1; 0 for none."""
-    lookups: Int64s
-    """int64 [3, NUM_SOURCES, NUM_SUFFIXES]: for each suffix the KEYS of its edges, the first of the
-    SLOTS of their line, and the MATCHES among these slots, as bits."""
+    lookups: Lookups
 
 
 @kernel
 def new_candidates() -> Candidates:
     """The arrays for `look_up` and `find_candidates`."""
     return Candidates(
-        np.empty((MAX_ALL_CANDIDATES, NUM_COLUMNS), np.int32),
+        np.empty((NUM_ROWS, MAX_ALL_CANDIDATES), np.int32),
         np.zeros(NUM_SPACES, np.int32),
-        # Zeros, because the request's own text has no MATCHES of WHOLE.
-        np.zeros((3, NUM_SOURCES, NUM_SUFFIXES), np.int64),
+        Lookups(
+            np.empty((NUM_SOURCES, NUM_SUFFIXES), np.int64),
+            np.empty((NUM_SOURCES, NUM_SUFFIXES), np.int64),
+            np.zeros(NUM_SOURCES, np.int64),
+        ),
     )
 
 
@@ -126,7 +142,7 @@ COARSE_KINDS = _coarse_kinds()
 
 @borrowing_kernel
 def look_up(
-    trie: TrieArrays, spaces: Int32s, hashes: Hashes, lookups: Int64s, num_suffixes: int
+    trie: TrieArrays, spaces: Int32s, hashes: Hashes, lookups: Lookups, num_suffixes: int
 ) -> None:
     """Look up the first `num_suffixes` of NUM_SUFFIXES suffixes of a text in all sources.
 
@@ -136,9 +152,10 @@ def look_up(
         The text's spaces, those of the trie's sources first.
     hashes : uint64 [NUM_HASHES]
         The text's.
-    lookups : int64 [3, NUM_SOURCES, NUM_SUFFIXES]
-        Receives what `Candidates.lookups` holds.
+    lookups : Lookups
+        Filled here.
     """
+    keys, slots = lookups.keys, lookups.slots
     edges = trie.edges
     for source in range(NUM_SOURCES):
         if spaces[source] != NO_SPACE:
@@ -147,33 +164,25 @@ def look_up(
                 if source == OWN and suffix == WHOLE:
                     continue
                 key, slot = locate(first, lines, spaces[source], hashes, suffix)
-                lookups[KEYS, source, suffix], lookups[SLOTS, source, suffix] = key, slot
-    # Reads each line once in a loop that is as small as possible, so that the processor fetches
-    # all lines at the same time.
+                keys[source, suffix], slots[source, suffix] = key, slot
+                prefetch(edges[slot], 0)
     for source in range(NUM_SOURCES):
+        found = 0
         if spaces[source] != NO_SPACE:
             for suffix in range(num_suffixes):
                 if source == OWN and suffix == WHOLE:
                     continue
-                lookups[MATCHES, source, suffix] = edges[lookups[SLOTS, source, suffix], KEY]
-    for source in range(NUM_SOURCES):
-        if spaces[source] != NO_SPACE:
-            for suffix in range(num_suffixes):
-                if source == OWN and suffix == WHOLE:
-                    continue
-                lookups[MATCHES, source, suffix] = matches(
-                    edges, lookups[KEYS, source, suffix], lookups[SLOTS, source, suffix]
-                )
+                line = matches(edges, keys[source, suffix], slots[source, suffix])
+                found |= line << _SHIFTS[suffix]
+        lookups.matches[source] = found
 
 
 @borrowing_kernel
-def _total(edges: Int64s, slot: int, matching: int) -> int:
+def _total(edges: Int64s, slot: int, line: int) -> int:
+    """How often the edges followed that `line` has as bits, which begins at `slot`."""
     total = 0
-    while matching:
-        if matching & 1:
-            total += edges[slot, USE] >> COUNT_SHIFT & MAX_UINT16
-        slot += 1
-        matching >>= 1
+    for i in range(SLOTS_PER_LINE):  # without a branch
+        total += (edges[slot + i, USE] >> COUNT_SHIFT & MAX_UINT16) * (line >> i & 1)
     return total
 
 
@@ -181,18 +190,18 @@ def _total(edges: Int64s, slot: int, matching: int) -> int:
 def add_candidate(
     token: int, evidence: Int32s, size: int, may_add: bool, max_size: int
 ) -> tuple[int, int]:
-    """The row of `token` among the `size` candidates, -1 for none, and the new size.
+    """The index of `token` among the `size` candidates, -1 for none, and the new size.
 
-    A new token gets a row if `may_add` is true and there are fewer than `max_size` candidates.
+    A new token is added if `may_add` is true and there are fewer than `max_size` candidates.
     """
-    for i in range(size):
-        if evidence[i, TOKEN] == token:
-            return i, size
+    equal = equal_lanes(evidence[TOKEN], np.int32(token)) & ((1 << size) - 1)
+    if equal:
+        return lowest_bit(equal), size
     if not may_add or size == max_size:
         return -1, size
-    for column in range(TOKEN):
-        evidence[size, column] = 0
-    evidence[size, TOKEN] = token
+    for row in range(TOKEN):
+        evidence[row, size] = 0
+    evidence[TOKEN, size] = token
     return size, size + 1
 
 
@@ -222,55 +231,63 @@ def find_candidates(
     """
     evidence, longest, lookups = candidates.evidence, candidates.longest, candidates.lookups
     size = 0
-    repeats = spaces[ANSWERS] != NO_SPACE and lookups[MATCHES, ANSWERS, WHOLE] != 0
+    repeats = lookups.matches[ANSWERS] & _LINE != 0
     for turn in range(NUM_SOURCES):
         source = turn
         if repeats and turn != REFERENCE:
             source = ANSWERS if turn == OWN else OWN
         longest[source] = 0
-        if spaces[source] == NO_SPACE:
+        found = lookups.matches[source]
+        if found == 0:
             continue
+        slots = lookups.slots[source]
+        contiguous = found & ((1 << 4 * NUM_CONTIGUOUS) - 1)
+        read = contiguous & _SHORTEST
+        for _ in range(_STAGES):
+            if contiguous:
+                line = _LINE << (lowest_bit(contiguous) & ~3)
+                read |= contiguous & line
+                contiguous &= ~line
         stage = 0
-        for suffix in range(NUM_CONTIGUOUS - 1, -1, -1):
-            matching = lookups[MATCHES, source, suffix]
-            if matching == 0 or (stage >= _STAGES and suffix > 1):
-                continue
+        while read:
+            place = lowest_bit(read) >> 2
+            suffix = WHOLE - place
+            line = read >> (4 * place) & _LINE
+            read ^= line << (4 * place)
             if stage == 0:
                 longest[source] = suffix + 1
-            slot = lookups[SLOTS, source, suffix]
-            total = _total(edges, slot, matching)
+            slot = slots[suffix]
+            total = _total(edges, slot, line)
             gap = min(stage, _GAPS - 1)
             rank = 0
-            while matching:
-                if matching & 1:
-                    use = edges[slot, USE]
-                    share = _share(use >> COUNT_SHIFT & MAX_UINT16, total)
-                    # A token that rarely follows a single token is not worth a row.
-                    at, size = add_candidate(
-                        use & TOKEN_MASK, evidence, size, suffix > 0 or share > 0, max_size
-                    )
-                    if at >= 0 and evidence[at, source] == 0:
-                        evidence[at, source] = _kind(suffix, share, gap, rank)
-                    rank = 1
-                slot += 1
-                matching >>= 1
+            while line:
+                use = edges[slot + lowest_bit(line), USE]
+                share = _share(use >> COUNT_SHIFT & MAX_UINT16, total)
+                # A token that rarely follows a single token is not worth a place.
+                at, size = add_candidate(
+                    use & TOKEN_MASK, evidence, size, suffix > 0 or share > 0, max_size
+                )
+                if at >= 0 and evidence[source, at] == 0:
+                    evidence[source, at] = _kind(suffix, share, gap, rank)
+                rank = 1
+                line &= line - 1
             stage += 1
         if source == REFERENCE:
             continue
         weight = 1
-        for sparse in range(num_suffixes - NUM_CONTIGUOUS):
-            matching = lookups[MATCHES, source, NUM_CONTIGUOUS + sparse]
-            slot = lookups[SLOTS, source, NUM_CONTIGUOUS + sparse]
-            total = _total(edges, slot, matching)
-            while matching:
-                if matching & 1:
-                    use = edges[slot, USE]
-                    at, size = add_candidate(use & TOKEN_MASK, evidence, size, True, max_size)
-                    if at >= 0:
-                        share = _share(use >> COUNT_SHIFT & MAX_UINT16, total)
-                        part = 1 + min(share // 2, _SPARSE_SHARES - 2)
-                        evidence[at, SPARSE_OWN + source] += part * weight
-                slot += 1
-                matching >>= 1
+        sparse = found >> 4 * NUM_CONTIGUOUS
+        for suffix in range(NUM_CONTIGUOUS, num_suffixes):
+            line = sparse & _LINE
+            sparse >>= 4
+            slot = slots[suffix]
+            total = _total(edges, slot, line)
+            while line:
+                use = edges[slot + lowest_bit(line), USE]
+                at, size = add_candidate(use & TOKEN_MASK, evidence, size, True, max_size)
+                if at >= 0:
+                    share = _share(use >> COUNT_SHIFT & MAX_UINT16, total)
+                    part = 1 + min(share // 2, _SPARSE_SHARES - 2)
+                    evidence[SPARSE_OWN + source, at] += part * weight
+                line &= line - 1
             weight *= _SPARSE_SHARES
     return size

@@ -86,10 +86,10 @@ def find_drafted(
     if place < 0 or place >= len(chain) or chain[place, 0, PROPOSED] == UNKNOWN:
         return longest, size
     for i in range(size):
-        evidence[i, CHOSEN] = _not_drafted(place)
+        evidence[CHOSEN, i] = _not_drafted(place)
     for rank in range(NUM_ALTERNATIVES):
         token = chain[place, rank, PROPOSED]
         at, size = add_candidate(token, evidence, size, True, MAX_ALL_CANDIDATES)
         if at >= 0:
-            evidence[at, CHOSEN] = _kind(place, rank, chain[place, rank, GAP])
+            evidence[CHOSEN, at] = _kind(place, rank, chain[place, rank, GAP])
     return ON_CHAIN, size

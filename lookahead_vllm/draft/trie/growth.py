@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft import atomics
+from lookahead_vllm.draft import instructions
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.sources import ANSWERS, DRAFTER, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.trie.acceptance_rate import (
@@ -172,10 +172,10 @@ def grow_all(
     gate[DONE], gate[COUNT] = 0, count
     ticket = gate[TICKET]
     step = (ticket >> STEP_SHIFT) + np.int64(ticket & _TREE_MASK != CLOSED)
-    atomics.store(gate, TICKET, step << STEP_SHIFT)
+    instructions.store_atomic(gate, TICKET, step << STEP_SHIFT)
     _grow_some(trie, lines, texts, learned, limits, shared, step)
-    while atomics.load(gate, DONE) < count:
-        atomics.pause()
+    while instructions.load_atomic(gate, DONE) < count:
+        instructions.pause()
     firsts = np.zeros(count + 1, np.int64)
     for i in range(count):
         firsts[i + 1] = firsts[i] + shared_trees[i, SIZE]
@@ -209,23 +209,23 @@ def help_grow(
     """Wait for the trees of a step, and grow some of them, until another step begins."""
     gate = shared[0]
     for _ in range(_MAX_PAUSES):
-        ticket = atomics.load(gate, TICKET)
+        ticket = instructions.load_atomic(gate, TICKET)
         if ticket >> STEP_SHIFT != step:
             break
         if ticket & _TREE_MASK < gate[COUNT]:
             _grow_some(trie, lines, texts, learned, limits, shared, step)
-        atomics.pause()
+        instructions.pause()
 
 
 @kernel
 def _take(gate: Int64s, step: int) -> int:
     """A tree of the step that no thread has taken yet; -1 if there is none."""
     while True:
-        ticket = atomics.load(gate, TICKET)
+        ticket = instructions.load_atomic(gate, TICKET)
         tree = ticket & _TREE_MASK
         if ticket >> STEP_SHIFT != step or tree >= gate[COUNT]:
             return -1
-        if atomics.replace(gate, TICKET, ticket, ticket + 1):
+        if instructions.replace_atomic(gate, TICKET, ticket, ticket + 1):
             return tree
 
 
@@ -272,21 +272,21 @@ def _grow_some(
         )
         trees[i, SIZE] = size
         _copy(nodes, 0, size, Nodes(*shared_nodes), trees[i, START])
-        atomics.add(gate, DONE, 1)
+        instructions.add_atomic(gate, DONE, 1)
         i = _take(gate, step)
 
 
 @borrowing_kernel
-def _source_of(evidence: Int32s) -> int:
-    if evidence[REFERENCE]:
+def _source_of(evidence: Int32s, i: int) -> int:
+    if evidence[REFERENCE, i]:
         return REFERENCE
-    if evidence[OWN]:
+    if evidence[OWN, i]:
         return OWN
-    if evidence[ANSWERS] or evidence[CHOSEN] == 0:
+    if evidence[ANSWERS, i] or evidence[CHOSEN, i] == 0:
         return ANSWERS
-    if is_drafted(evidence[CHOSEN]):
+    if is_drafted(evidence[CHOSEN, i]):
         return DRAFTER
-    return WINDOW if is_from_cell(evidence[CHOSEN]) else RECYCLED
+    return WINDOW if is_from_cell(evidence[CHOSEN, i]) else RECYCLED
 
 
 @borrowing_kernel
@@ -364,8 +364,8 @@ def grow(
                     probs[at], sources[at] = probs[at - 1], sources[at - 1]
                     fields[0, at], fields[1, at] = fields[0, at - 1], fields[1, at - 1]
                     at -= 1
-                probs[at], fields[0, at], fields[1, at] = likely, evidence[i, TOKEN], here
-                sources[at] = _source_of(evidence[i])
+                probs[at], fields[0, at], fields[1, at] = likely, evidence[TOKEN, i], here
+                sources[at] = _source_of(evidence, i)
         if num_buds == 0:
             break
         here, parent, prob = size, fields[1, size], probs[size]

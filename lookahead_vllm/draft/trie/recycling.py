@@ -115,8 +115,8 @@ def find_choices(
 
     Parameters
     ----------
-    evidence : int32 [MAX_CANDIDATES, NUM_COLUMNS]
-        The `size` candidates found so far; grows to `max_size` rows at most, and column CHOSEN is
+    evidence : int32 [NUM_ROWS, MAX_ALL_CANDIDATES]
+        The `size` candidates found so far; there will be `max_size` at most, and row CHOSEN is
         filled.
 
     Returns
@@ -137,13 +137,13 @@ def find_choices(
             if token < 0:
                 break
             at, size = add_candidate(token, evidence, size, True, max_size)
-            if at >= 0 and evidence[at, CHOSEN] == 0:
+            if at >= 0 and evidence[CHOSEN, at] == 0:
                 gap = lines[line, _CONFIDENCE] >> (2 * rank) & 3
-                evidence[at, CHOSEN] = _kind(length, rank, gap) + lines[line, _AT_CELL]
+                evidence[CHOSEN, at] = _kind(length, rank, gap) + lines[line, _AT_CELL]
     if longest:
         for i in range(size):
-            if evidence[i, CHOSEN] == 0:
-                evidence[i, CHOSEN] = NOT_LISTED + longest - 1
+            if evidence[CHOSEN, i] == 0:
+                evidence[CHOSEN, i] = NOT_LISTED + longest - 1
     return longest, size
 
 

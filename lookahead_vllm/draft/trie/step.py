@@ -24,11 +24,10 @@ from lookahead_vllm.draft.trie.acceptance_rate import (
 )
 from lookahead_vllm.draft.trie.candidates import (
     CHOICES,
-    KEYS,
     MAX_CANDIDATES,
     NUM_SPACES,
-    SLOTS,
     Candidates,
+    Lookups,
     find_candidates,
     look_up,
     new_candidates,
@@ -119,7 +118,7 @@ def _find_all(
 
 
 @kernel
-def _insert(trie: TrieArrays, spaces: Int32s, lookups: Int64s, token: int) -> None:
+def _insert(trie: TrieArrays, spaces: Int32s, lookups: Lookups, token: int) -> None:
     """Insert a token after the suffixes that were looked up."""
     for source in (OWN, ANSWERS):
         if spaces[source] == NO_SPACE:
@@ -127,7 +126,7 @@ def _insert(trie: TrieArrays, spaces: Int32s, lookups: Int64s, token: int) -> No
         for suffix in range(NUM_SUFFIXES):
             if source == OWN and suffix == WHOLE:
                 continue
-            key, slot = lookups[KEYS, source, suffix], lookups[SLOTS, source, suffix]
+            key, slot = lookups.keys[source, suffix], lookups.slots[source, suffix]
             count(trie.edges, trie.live, trie.counters, key, slot, token)
 
 
