@@ -47,7 +47,6 @@ MAX_CANDIDATES = 12  # of one text, without those of a trained drafter
 MAX_ALL_CANDIDATES = MAX_CANDIDATES + NUM_ALTERNATIVES
 assert MAX_ALL_CANDIDATES == NUM_LANES
 
-_STAGES = 2  # suffixes, longest first, that are read in addition to the two shortest
 _SHIFTS = np.array([*range(4 * WHOLE, -1, -4), *range(4 * NUM_CONTIGUOUS, 4 * NUM_SUFFIXES, 4)])
 _LINE = 15  # the bits of one suffix
 _SHORTEST = (_LINE << 4 | _LINE) << 4 * (WHOLE - 1)
@@ -91,7 +90,7 @@ class Candidates(NamedTuple):
 def new_candidates() -> Candidates:
     """The arrays for `look_up` and `find_candidates`."""
     return Candidates(
-        np.empty((NUM_ROWS, MAX_ALL_CANDIDATES), np.int32),
+        np.empty((NUM_ROWS, MAX_ALL_CANDIDATES + 1), np.int32),
         np.zeros(NUM_SPACES, np.int32),
         Lookups(
             np.empty((NUM_SOURCES, NUM_SUFFIXES), np.int64),
@@ -190,19 +189,19 @@ def _total(edges: Int64s, slot: int, line: int) -> int:
 def add_candidate(
     token: int, evidence: Int32s, size: int, may_add: bool, max_size: int
 ) -> tuple[int, int]:
-    """The index of `token` among the `size` candidates, -1 for none, and the new size.
+    """The index of `token` among the `size` candidates, and the new size.
 
-    A new token is added if `may_add` is true and there are fewer than `max_size` candidates.
+    A new token is added if `may_add` is true and there are fewer than `max_size` candidates. If it
+    is not, its index is `size`, which is nobody's.
     """
+    # Without a branch, which the processor could not predict.
     equal = equal_lanes(evidence[TOKEN], np.int32(token)) & ((1 << size) - 1)
-    if equal:
-        return lowest_bit(equal), size
-    if not may_add or size == max_size:
-        return -1, size
+    at = lowest_bit(equal | 1 << size)
+    is_new = np.int32(equal == 0)
     for row in range(TOKEN):
-        evidence[row, size] = 0
-    evidence[TOKEN, size] = token
-    return size, size + 1
+        evidence[row, at] &= is_new - 1
+    evidence[TOKEN, at] = token
+    return at, size + np.int64(is_new & may_add & (size < max_size))
 
 
 @borrowing_kernel
@@ -241,53 +240,41 @@ def find_candidates(
         if found == 0:
             continue
         slots = lookups.slots[source]
-        contiguous = found & ((1 << 4 * NUM_CONTIGUOUS) - 1)
-        read = contiguous & _SHORTEST
-        for _ in range(_STAGES):
-            if contiguous:
-                line = _LINE << (lowest_bit(contiguous) & ~3)
-                read |= contiguous & line
-                contiguous &= ~line
-        stage = 0
+        rest = contiguous = found & ((1 << 4 * NUM_CONTIGUOUS) - 1)
+        # The two longest suffixes and the two shortest ones are read.
+        first = lowest_bit(rest | 1 << 4 * NUM_CONTIGUOUS) & ~3
+        rest &= ~(_LINE << first)
+        second = lowest_bit(rest | 1 << 4 * NUM_CONTIGUOUS) & ~3
+        read = contiguous & (_LINE << first | _LINE << second | _SHORTEST)
+        longest[source] = NUM_CONTIGUOUS - (first >> 2)
         while read:
-            place = lowest_bit(read) >> 2
-            suffix = WHOLE - place
-            line = read >> (4 * place) & _LINE
-            read ^= line << (4 * place)
-            if stage == 0:
-                longest[source] = suffix + 1
-            slot = slots[suffix]
-            total = _total(edges, slot, line)
-            gap = min(stage, _GAPS - 1)
-            rank = 0
-            while line:
-                use = edges[slot + lowest_bit(line), USE]
-                share = _share(use >> COUNT_SHIFT & MAX_UINT16, total)
-                # A token that rarely follows a single token is not worth a place.
-                at, size = add_candidate(
-                    use & TOKEN_MASK, evidence, size, suffix > 0 or share > 0, max_size
-                )
-                if at >= 0 and evidence[source, at] == 0:
-                    evidence[source, at] = _kind(suffix, share, gap, rank)
-                rank = 1
-                line &= line - 1
-            stage += 1
+            bit = lowest_bit(read)
+            read &= read - 1
+            place = bit & ~3
+            suffix = WHOLE - (place >> 2)
+            line, slot = contiguous >> place & _LINE, slots[suffix]
+            use = edges[slot + (bit & 3), USE]
+            share = _share(use >> COUNT_SHIFT & MAX_UINT16, _total(edges, slot, line))
+            gap = np.int64(place > first) + np.int64(place > second)
+            rank = np.int64(line & ((1 << (bit & 3)) - 1) != 0)
+            # A token that rarely follows a single token is not worth a place.
+            at, size = add_candidate(
+                use & TOKEN_MASK, evidence, size, (suffix > 0) | (share > 0), max_size
+            )
+            kind = evidence[source, at]
+            evidence[source, at] = kind if kind else _kind(suffix, share, gap, rank)
         if source == REFERENCE:
             continue
-        weight = 1
         sparse = found >> 4 * NUM_CONTIGUOUS
-        for suffix in range(NUM_CONTIGUOUS, num_suffixes):
-            line = sparse & _LINE
-            sparse >>= 4
-            slot = slots[suffix]
-            total = _total(edges, slot, line)
-            while line:
-                use = edges[slot + lowest_bit(line), USE]
-                at, size = add_candidate(use & TOKEN_MASK, evidence, size, True, max_size)
-                if at >= 0:
-                    share = _share(use >> COUNT_SHIFT & MAX_UINT16, total)
-                    part = 1 + min(share // 2, _SPARSE_SHARES - 2)
-                    evidence[SPARSE_OWN + source, at] += part * weight
-                line &= line - 1
-            weight *= _SPARSE_SHARES
+        read = sparse
+        while read:
+            bit = lowest_bit(read)
+            read &= read - 1
+            place = bit & ~3
+            line, slot = sparse >> place & _LINE, slots[NUM_CONTIGUOUS + (place >> 2)]
+            use = edges[slot + (bit & 3), USE]
+            share = _share(use >> COUNT_SHIFT & MAX_UINT16, _total(edges, slot, line))
+            at, size = add_candidate(use & TOKEN_MASK, evidence, size, True, max_size)
+            part = 1 + min(share // 2, _SPARSE_SHARES - 2)
+            evidence[SPARSE_OWN + source, at] += part * (_SPARSE_SHARES if place else 1)
     return size

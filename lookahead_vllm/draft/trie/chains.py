@@ -90,6 +90,5 @@ def find_drafted(
     for rank in range(NUM_ALTERNATIVES):
         token = chain[place, rank, PROPOSED]
         at, size = add_candidate(token, evidence, size, True, MAX_ALL_CANDIDATES)
-        if at >= 0:
-            evidence[CHOSEN, at] = _kind(place, rank, chain[place, rank, GAP])
+        evidence[CHOSEN, at] = _kind(place, rank, chain[place, rank, GAP])
     return ON_CHAIN, size

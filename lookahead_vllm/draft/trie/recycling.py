@@ -137,7 +137,7 @@ def find_choices(
             if token < 0:
                 break
             at, size = add_candidate(token, evidence, size, True, max_size)
-            if at >= 0 and evidence[CHOSEN, at] == 0:
+            if evidence[CHOSEN, at] == 0:
                 gap = lines[line, _CONFIDENCE] >> (2 * rank) & 3
                 evidence[CHOSEN, at] = _kind(length, rank, gap) + lines[line, _AT_CELL]
     if longest:

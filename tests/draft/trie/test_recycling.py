@@ -55,7 +55,7 @@ def find(lines, text, space=1, max_size=8):
     """The longest suffix found, the tokens of the candidates, and their kinds of evidence."""
     evidence = new_candidates().evidence
     longest, size = find_choices(lines, space, hashes_of(ids(*text)), evidence, 0, max_size)
-    return longest, evidence[:size, TOKEN].tolist(), evidence[:size, CHOSEN].tolist()
+    return longest, evidence[TOKEN, :size].tolist(), evidence[CHOSEN, :size].tolist()
 
 
 def test_choices_come_back_after_the_same_tokens_likeliest_first():
