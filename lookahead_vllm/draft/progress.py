@@ -176,7 +176,7 @@ def compile_progress() -> None:
 
 @kernel
 def limit_trees(progress: ProgressArrays, wanted: WantedDrafts, max_model_len: int) -> Int64s:
-    """The limits of the trees of a step: int64 [t, 4], as `growth.grow_all` takes them.
+    """The limits of the trees of a step: int64 [t, 4], as `growers.grow_all` takes them.
 
     A request that can have no draft has 0 nodes. Nodes take the KV slots after the known tokens,
     and a tree of depth d emits up to d + 1 tokens; both stay within the request's limits.

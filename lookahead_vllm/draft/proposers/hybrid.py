@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load
+from lookahead_vllm.draft.growers import grow_all
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.progress import (
     NO_TEXT,
@@ -19,7 +20,7 @@ from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, re
 from lookahead_vllm.draft.sources import RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie.candidates import CHOICES
-from lookahead_vllm.draft.trie.growth import DEPTH, NODES, grow_all
+from lookahead_vllm.draft.trie.growth import DEPTH, NODES
 from lookahead_vllm.draft.trie.recycling import NUM_CHOICES, NUM_LINES, ChoiceTrees, recycle
 from lookahead_vllm.draft.trie.step import begin_step
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes

@@ -13,6 +13,7 @@ from lookahead_vllm.draft.budget.allot import (
     is_worth_waiting,
 )
 from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
+from lookahead_vllm.draft.growers import Growers, help_grow
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import PROPOSED, EmittedTokens, ProgressArrays, WantedDrafts
@@ -22,7 +23,6 @@ from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.draft.trie import priors
 from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
-from lookahead_vllm.draft.trie.growth import Growers, help_grow
 from lookahead_vllm.draft.trie.live_texts import LiveTexts
 from lookahead_vllm.draft.trie.namespaces import Namespaces, digest_of
 from lookahead_vllm.draft.trie.recycling import make_lines
@@ -268,7 +268,7 @@ class NGramTrieProposer(Proposer):
 
     @property
     def _tables(self) -> tuple[Any, ...]:
-        """What growth reads, see `growth.help_grow`."""
+        """What growth reads, see `growers.help_grow`."""
         texts = self._texts.arrays
         return self.trie.arrays, self._lines, texts, self.rate.arrays, self._bounds
 

@@ -69,8 +69,8 @@ class Lookups(NamedTuple):
     slots: Int64s
     """int64 [NUM_SOURCES, NUM_SUFFIXES]: the first slot of their line."""
     matches: Int64s
-    """int64 [NUM_SOURCES]: which slots of these lines have edges of the suffix, as bits, the longest
-    suffix first: those of suffix k are from `_SHIFTS[k]` on."""
+    """int64 [NUM_SOURCES]: which slots of these lines have edges of the suffix, as bits: those of
+    suffix k from `_SHIFTS[k]` on, the longest suffix first."""
 
 
 class Candidates(NamedTuple):
@@ -83,21 +83,20 @@ class Candidates(NamedTuple):
     to follow."""
     longest: Int32s
     """int32 [NUM_SPACES]: the longest suffix found in each space, plus 1; 0 for none."""
-    lookups: Lookups
+
+
+@kernel
+def new_lookups() -> Lookups:
+    """The arrays for `look_up`."""
+    keys = np.empty((NUM_SOURCES, NUM_SUFFIXES), np.int64)
+    return Lookups(keys, np.empty_like(keys), np.empty(NUM_SOURCES, np.int64))
 
 
 @kernel
 def new_candidates() -> Candidates:
-    """The arrays for `look_up` and `find_candidates`."""
-    return Candidates(
-        np.empty((NUM_ROWS, MAX_ALL_CANDIDATES + 1), np.int32),
-        np.zeros(NUM_SPACES, np.int32),
-        Lookups(
-            np.empty((NUM_SOURCES, NUM_SUFFIXES), np.int64),
-            np.empty((NUM_SOURCES, NUM_SUFFIXES), np.int64),
-            np.zeros(NUM_SOURCES, np.int64),
-        ),
-    )
+    """The arrays for `find_candidates`."""
+    evidence = np.empty((NUM_ROWS, MAX_ALL_CANDIDATES + 1), np.int32)
+    return Candidates(evidence, np.zeros(NUM_SPACES, np.int32))
 
 
 @borrowing_kernel
@@ -143,7 +142,7 @@ COARSE_KINDS = _coarse_kinds()
 def look_up(
     trie: TrieArrays, spaces: Int32s, hashes: Hashes, lookups: Lookups, num_suffixes: int
 ) -> None:
-    """Look up the first `num_suffixes` of NUM_SUFFIXES suffixes of a text in all sources.
+    """Have the memory fetch the lines of the first `num_suffixes` suffixes of a text.
 
     Parameters
     ----------
@@ -152,10 +151,9 @@ def look_up(
     hashes : uint64 [NUM_HASHES]
         The text's.
     lookups : Lookups
-        Filled here.
+        Filled but for the matches.
     """
     keys, slots = lookups.keys, lookups.slots
-    edges = trie.edges
     for source in range(NUM_SOURCES):
         if spaces[source] != NO_SPACE:
             first, lines = region_of(trie, spaces[source])
@@ -164,15 +162,20 @@ def look_up(
                     continue
                 key, slot = locate(first, lines, spaces[source], hashes, suffix)
                 keys[source, suffix], slots[source, suffix] = key, slot
-                prefetch(edges[slot], 0)
+                prefetch(trie.edges[slot], 0)
+
+
+@borrowing_kernel
+def match(edges: Int64s, spaces: Int32s, lookups: Lookups, num_suffixes: int) -> None:
+    """Fill in the matches of what `look_up` has looked up."""
     for source in range(NUM_SOURCES):
         found = 0
         if spaces[source] != NO_SPACE:
             for suffix in range(num_suffixes):
                 if source == OWN and suffix == WHOLE:
                     continue
-                line = matches(edges, keys[source, suffix], slots[source, suffix])
-                found |= line << _SHIFTS[suffix]
+                key, slot = lookups.keys[source, suffix], lookups.slots[source, suffix]
+                found |= matches(edges, key, slot) << _SHIFTS[suffix]
         lookups.matches[source] = found
 
 
@@ -201,12 +204,12 @@ def add_candidate(
     for row in range(TOKEN):
         evidence[row, at] &= is_new - 1
     evidence[TOKEN, at] = token
-    return at, size + np.int64(is_new & may_add & (size < max_size))
+    return at, int(size + np.int64(is_new & may_add & (size < max_size)))
 
 
 @borrowing_kernel
 def find_candidates(
-    edges: Int64s, spaces: Int32s, candidates: Candidates, max_size: int, num_suffixes: int
+    edges: Int64s, spaces: Int32s, lookups: Lookups, candidates: Candidates, max_size: int
 ) -> int:
     """Collect what followed the longest suffix, the next one, the shortest and the sparse ones.
 
@@ -216,19 +219,19 @@ def find_candidates(
     ----------
     spaces : int32 [NUM_SPACES]
         The text's spaces.
+    lookups : Lookups
+        Filled by `look_up` and `match`.
     candidates : Candidates
-        `lookups` is filled by `look_up`; `evidence` and `longest` are filled here.
+        Filled here.
     max_size : int
         The most candidates, at most MAX_CANDIDATES.
-    num_suffixes : int
-        The number of suffixes that were looked up: NUM_SUFFIXES, or only the contiguous ones.
 
     Returns
     -------
     int
         The number of candidates.
     """
-    evidence, longest, lookups = candidates.evidence, candidates.longest, candidates.lookups
+    evidence, longest = candidates.evidence, candidates.longest
     size = 0
     repeats = lookups.matches[ANSWERS] & _LINE != 0
     for turn in range(NUM_SOURCES):

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.growers import SharedTrees, grow_all
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.progress import (
     GONE,
     NO_TEXT,
@@ -23,18 +24,16 @@ from lookahead_vllm.draft.trie.acceptance_rate import (
     weight_set,
 )
 from lookahead_vllm.draft.trie.candidates import (
-    CHOICES,
     MAX_CANDIDATES,
     NUM_SPACES,
-    Candidates,
     Lookups,
-    find_candidates,
     look_up,
+    match,
     new_candidates,
+    new_lookups,
 )
-from lookahead_vllm.draft.trie.chains import find_drafted, follow_chain
-from lookahead_vllm.draft.trie.growth import SharedTrees, TextArrays, TreeLimits, grow_all
-from lookahead_vllm.draft.trie.recycling import find_choices
+from lookahead_vllm.draft.trie.chains import follow_chain
+from lookahead_vllm.draft.trie.growth import TextArrays, TreeLimits, find_all
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, NUM_SUFFIXES, WHOLE, Hashes, advance
 from lookahead_vllm.draft.trie.table import NO_SPACE, TrieArrays, count
 
@@ -73,7 +72,7 @@ def extend(
     trie, texts, learned = TrieArrays(*trie), TextArrays(*texts), RateArrays(*learned)
     new = NewTokens(*new)
     next_hashes = np.empty(NUM_HASHES, np.uint64)
-    candidates, inputs = new_candidates(), new_inputs()
+    lookups, candidates, inputs = new_lookups(), new_candidates(), new_inputs()
     learned_every = -(-len(new.tokens) // MAX_TOKENS_LEARNED)
     end = 0
     for i, row in enumerate(new.rows):
@@ -82,42 +81,22 @@ def extend(
         first, end = end, end + new.sizes[i]
         for at in range(first, end):
             token = new.tokens[at]
-            look_up(trie, spaces, hashes, candidates.lookups, NUM_SUFFIXES)
+            look_up(trie, spaces, hashes, lookups, NUM_SUFFIXES)
+            match(trie.edges, spaces, lookups, NUM_SUFFIXES)
             if learns and at % learned_every == 0:
-                size = _find_all(trie, lines, spaces, hashes, chain, place, candidates)
+                size = find_all(
+                    trie, lines, spaces, hashes, chain, place, lookups, candidates, MAX_CANDIDATES
+                )
                 weights = weight_set(candidates.longest, spaces)
                 learn_token(candidates.evidence, size, token, learned, weights, inputs)
             if inserts:
-                _insert(trie, spaces, candidates.lookups, token)
+                _insert(trie, spaces, lookups, token)
             advance(hashes, token, next_hashes)
             hashes[:] = next_hashes
             place = follow_chain(chain, place, token)
 
 
-@kernel
-def _find_all(
-    trie: TrieArrays,
-    lines: Int32s,
-    spaces: Int32s,
-    hashes: Hashes,
-    chain: Int32s,
-    place: int,
-    candidates: Candidates,
-) -> int:
-    """Collect the candidates of a text that was looked up, from all sources; their number.
-
-    `growth.grow` has the same lines, because it is 5% slower with a call.
-    """
-    evidence, longest = candidates.evidence, candidates.longest
-    size = find_candidates(trie.edges, spaces, candidates, MAX_CANDIDATES, NUM_SUFFIXES)
-    longest[CHOICES], size = find_choices(
-        lines, spaces[CHOICES], hashes, evidence, size, MAX_CANDIDATES
-    )
-    longest[CHOICES], size = find_drafted(chain, place, evidence, longest[CHOICES], size)
-    return size
-
-
-@kernel
+@borrowing_kernel
 def _insert(trie: TrieArrays, spaces: Int32s, lookups: Lookups, token: int) -> None:
     """Insert a token after the suffixes that were looked up."""
     for source in (OWN, ANSWERS):

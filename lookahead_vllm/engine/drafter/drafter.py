@@ -13,6 +13,7 @@ from lookahead_vllm import compilation, machine
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
 from lookahead_vllm.draft.cache.keeper import CacheKeeper
 from lookahead_vllm.draft.fleet.exchange import Exchange
+from lookahead_vllm.draft.growers import MAX_THREADS
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.proposers.proposer import NoProposer, Proposer
 from lookahead_vllm.draft.proposers.registry import make_proposer
@@ -53,7 +54,6 @@ STALL_SECONDS, STALL_SLOWDOWN = 1.0, 20.0
 """A step that takes longer than this, and so many times as long as predicted, was stopped on its
 way, for instance by a debugger."""
 
-MAX_GROWERS = 3
 CORES_PER_GROWER = 4
 """Of each rank on a machine; vLLM's own threads need the others."""
 
@@ -66,7 +66,7 @@ def num_growers(parallel: ParallelConfig) -> int:
     if current_platform.is_cpu():
         return 0
     ranks = parallel.local_world_size * parallel.data_parallel_size_local
-    return min(MAX_GROWERS, machine.num_cores() // (CORES_PER_GROWER * max(ranks, 1)))
+    return min(MAX_THREADS, machine.num_cores() // (CORES_PER_GROWER * max(ranks, 1)))
 
 
 class LookaheadDrafter:

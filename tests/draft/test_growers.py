@@ -7,10 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
-from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.draft.trie.growth import (
+from lookahead_vllm.draft.growers import (
     COUNT,
     DONE,
     SIZE,
@@ -19,6 +16,9 @@ from lookahead_vllm.draft.trie.growth import (
     TICKET,
     help_grow,
 )
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.options.server import LookaheadOptions
 
 NODES = 16

@@ -1,0 +1,276 @@
+"""The trees of a step, grown by one thread or several.
+
+The trees of a step do not depend on each other, and compiled code needs no interpreter to grow
+them. A thread that sleeps takes as long to wake as ten trees take to grow. So `Growers` calls its
+threads shortly before the tokens arrive, and they wait for the trees in compiled code.
+"""
+
+import threading
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lookahead_vllm.draft import instructions
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
+from lookahead_vllm.draft.trie.acceptance_rate import RateArrays, new_inputs
+from lookahead_vllm.draft.trie.candidates import MAX_ALL_CANDIDATES, new_candidates
+from lookahead_vllm.draft.trie.growth import (
+    GROWN,
+    MIN_PROBABILITY,
+    NUM_HANDS,
+    ROW,
+    TREE,
+    InHand,
+    Nodes,
+    TextArrays,
+    TreeLimits,
+    begin_tree,
+    bounds_of,
+    copy_nodes,
+    expand,
+    new_in_hand,
+    new_nodes,
+    nodes_of,
+    take_buds,
+)
+from lookahead_vllm.draft.trie.table import TrieArrays
+
+MAX_THREADS = 3
+"""The most threads beside the proposer's own."""
+MIN_NODES_FOR_THREADS = 100
+"""With fewer nodes in a step, threads gain less than it takes to call them."""
+
+START, SIZE = 4, 5  # of `SharedTrees.trees`, after the columns of the trees to grow
+
+
+class SharedTrees(NamedTuple):
+    """The trees of a step while threads grow them, as arrays that are reused in every step."""
+
+    gate: Int64s
+    """int64 [GATE_SIZE]: the TICKET of the next tree that a thread may take; with it the number of
+    the step, so that a thread that is late takes nothing from another one. COUNT of all trees, and
+    how many are DONE."""
+    trees: Int64s
+    """int64 [capacity, 6]: with where the nodes of a tree START in `nodes`, and its SIZE."""
+    nodes: Nodes
+
+
+# Elements of `SharedTrees.gate`, each in a line of 64 bytes of its own.
+TICKET, DONE, COUNT = 0, 8, 16
+GATE_SIZE = 24
+
+STEP_SHIFT = 32
+_TREE_MASK = (1 << STEP_SHIFT) - 1
+CLOSED = _TREE_MASK
+"""In place of a tree in a TICKET: the trees of the step are not known yet."""
+_MAX_PAUSES = 1 << 20
+"""After so many, some 50 ms, a thread stops waiting for trees."""
+
+
+def new_shared_trees(num_trees: int, num_nodes: int) -> SharedTrees:
+    """Arrays for so many trees, which together have at most so many nodes."""
+    gate, trees = np.zeros(GATE_SIZE, np.int64), np.empty((num_trees, 6), np.int64)
+    return SharedTrees(gate, trees, new_nodes.py_func(num_nodes))
+
+
+@kernel
+def grow_all(
+    trees: Int64s,
+    trie: TrieArrays,
+    lines: Int32s,
+    texts: TextArrays,
+    learned: RateArrays,
+    limits: TreeLimits,
+    shared: SharedTrees,
+) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
+    """Grow the `trees` int64 [t, 4]; returns the fields of a DraftForest.
+
+    `lines` are those of `recycling.py`; there may be none. Threads in `help_grow` take some of the
+    trees. IndexError if `shared` has no room for them.
+    """
+    gate, shared_trees, nodes = shared[0], shared[1], Nodes(*shared[2])
+    count, size = len(trees), 0
+    if count > len(shared_trees):
+        raise IndexError("there is no room for the trees")
+    for i in range(count):
+        shared_trees[i, :START], shared_trees[i, START] = trees[i], size
+        size += bounds_of(trees[i], TreeLimits(*limits))[0]
+    if size > len(nodes.probs):
+        raise IndexError("there is no room for the nodes")
+    gate[DONE], gate[COUNT] = 0, count
+    ticket = gate[TICKET]
+    step = (ticket >> STEP_SHIFT) + np.int64(ticket & _TREE_MASK != CLOSED)
+    instructions.store_atomic(gate, TICKET, step << STEP_SHIFT)
+    _grow_some(trie, lines, texts, learned, limits, shared, step)
+    while instructions.load_atomic(gate, DONE) < count:
+        instructions.pause()
+    firsts = np.zeros(count + 1, np.int64)
+    for i in range(count):
+        firsts[i + 1] = firsts[i] + shared_trees[i, SIZE]
+    grown = new_nodes(firsts[-1])
+    for i in range(count):
+        copy_nodes(nodes, shared_trees[i, START], shared_trees[i, SIZE], grown, firsts[i])
+    fields = grown.fields
+    return fields[0], fields[1], grown.probs, fields[2], grown.sources, firsts
+
+
+@partial(kernel, nogil=True)
+def help_grow(
+    trie: TrieArrays,
+    lines: Int32s,
+    texts: TextArrays,
+    learned: RateArrays,
+    limits: TreeLimits,
+    shared: SharedTrees,
+    step: int,
+) -> None:
+    """Wait for the trees of a step, and grow some of them, until another step begins."""
+    gate = shared[0]
+    for _ in range(_MAX_PAUSES):
+        ticket = instructions.load_atomic(gate, TICKET)
+        if ticket >> STEP_SHIFT != step:
+            break
+        if ticket & _TREE_MASK < gate[COUNT]:
+            _grow_some(trie, lines, texts, learned, limits, shared, step)
+        instructions.pause()
+
+
+@kernel
+def _take(gate: Int64s, step: int) -> int:
+    """A tree of the step that no thread has taken yet; -1 if there is none."""
+    while True:
+        ticket = instructions.load_atomic(gate, TICKET)
+        tree = ticket & _TREE_MASK
+        if ticket >> STEP_SHIFT != step or tree >= gate[COUNT]:
+            return -1
+        if instructions.replace_atomic(gate, TICKET, ticket, ticket + 1):
+            return tree
+
+
+@kernel
+def _grow_some(
+    trie: TrieArrays,
+    lines: Int32s,
+    texts: TextArrays,
+    learned: RateArrays,
+    limits: TreeLimits,
+    shared: SharedTrees,
+    step: int,
+) -> None:
+    """Grow trees of the step until all are taken."""
+    trie, texts, learned = TrieArrays(*trie), TextArrays(*texts), RateArrays(*learned)
+    limits, shared = TreeLimits(*limits), SharedTrees(shared[0], shared[1], Nodes(*shared[2]))
+    num_hands = min(NUM_HANDS, max(1, shared.gate[COUNT] // (MAX_THREADS + 1)))
+    in_hand = new_in_hand(num_hands, limits.max_nodes)
+    candidates, inputs = new_candidates(), new_inputs()
+    shares = np.empty(MAX_ALL_CANDIDATES, np.float32)
+    min_prob = np.float32(max(limits.min_prob, MIN_PROBABILITY))
+    num_busy = 1
+    while num_busy:
+        num_busy = 0
+        for hand in range(num_hands):
+            num_busy += _move_on(trie, texts, limits, shared, step, in_hand, hand)
+        for hand in range(num_hands):
+            tree = in_hand.state[hand, TREE]
+            if tree >= 0:
+                bounds = bounds_of(shared.trees[tree], limits)
+                row = shared.trees[tree, ROW]
+                expand(
+                    trie,
+                    lines,
+                    texts,
+                    learned,
+                    row,
+                    bounds,
+                    min_prob,
+                    in_hand,
+                    hand,
+                    candidates,
+                    inputs,
+                    shares,
+                )
+
+
+@borrowing_kernel
+def _move_on(
+    trie: TrieArrays,
+    texts: TextArrays,
+    limits: TreeLimits,
+    shared: SharedTrees,
+    step: int,
+    in_hand: InHand,
+    hand: int,
+) -> bool:
+    """Look up the next node that gets children, in this tree or another; False if none is left."""
+    gate, trees, shared_nodes = shared
+    state = in_hand.state[hand]
+    while True:
+        tree = state[TREE]
+        if tree >= 0:
+            bounds = bounds_of(trees[tree], limits)
+            if take_buds(trie, texts, trees[tree, ROW], bounds, in_hand, hand):
+                return True
+            trees[tree, SIZE] = state[GROWN]
+            copy_nodes(nodes_of(in_hand, hand), 0, state[GROWN], shared_nodes, trees[tree, START])
+            instructions.add_atomic(gate, DONE, 1)
+        state[TREE] = tree = _take(gate, step)
+        if tree < 0:
+            return False
+        bounds = bounds_of(trees[tree], limits)
+        if begin_tree(trie, texts, trees[tree, ROW], bounds, in_hand, hand):
+            return True
+
+
+class Growers:
+    """The threads of a proposer, beside its own, and the trees that they share.
+
+    There are none before `start`.
+    """
+
+    def __init__(self) -> None:
+        self._trees = new_shared_trees(1, 1)
+        self._most_nodes = 0
+        self._num_threads = 0
+        self._calls: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """The fields of SharedTrees, as plain tuples, which cost less to pass."""
+        gate, trees, nodes = self._trees
+        return gate, trees, nodes[:]
+
+    def start(self, num_threads: int) -> None:
+        """Have so many threads more, for as long as the process lives."""
+        for _ in range(num_threads):
+            threading.Thread(target=self._work, name="lookahead-grower", daemon=True).start()
+        self._num_threads += num_threads
+
+    def make_room(self, num_trees: int, num_nodes: int) -> None:
+        """The next step has so many trees, with at most so many nodes together."""
+        self._most_nodes = num_nodes
+        trees, nodes = len(self._trees.trees), len(self._trees.nodes.probs)
+        if num_trees > trees or num_nodes > nodes:
+            self.dismiss()
+            self._trees = new_shared_trees(max(num_trees, 2 * trees), max(num_nodes, 2 * nodes))
+
+    def call(self, *arguments: Any) -> None:
+        """The trees of the step will soon be known; `arguments` are the first of `help_grow`."""
+        if self._num_threads and self._most_nodes >= MIN_NODES_FOR_THREADS:
+            self.dismiss()
+            step = int(self._trees.gate[TICKET]) >> STEP_SHIFT
+            for _ in range(self._num_threads):
+                self._calls.put((*arguments, self.shared, step))
+
+    def dismiss(self) -> None:
+        """Let the threads sleep. Until then they stay in compiled code, because on their way back
+        they would take the interpreter's lock from a step that the device waits for."""
+        if self._num_threads:
+            gate = self._trees.gate
+            gate[TICKET] = ((int(gate[TICKET]) >> STEP_SHIFT) + 1) << STEP_SHIFT | CLOSED
+
+    def _work(self) -> None:
+        while True:
+            help_grow(*self._calls.get())
