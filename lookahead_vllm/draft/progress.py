@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.tree import UNKNOWN
 
@@ -137,6 +137,14 @@ class Progress:
         self._rows.pop(request_id)
 
 
+@borrowing_kernel
+def _is_stop(stops: Int32s, token: int) -> bool:
+    found = False
+    for stop in stops:
+        found |= stop == token
+    return found
+
+
 @kernel
 def count_tokens(progress: ProgressArrays, emitted: EmittedTokens, spans: Int64s) -> None:
     """Count the tokens of a step, once.
@@ -160,7 +168,7 @@ def count_tokens(progress: ProgressArrays, emitted: EmittedTokens, spans: Int64s
         end = min(count, first + progress.remaining[row])
         progress.remaining[row] -= end - first
         for at in range(first, end):
-            if (progress.stops[row] == emitted.tokens[i, at]).any():
+            if _is_stop(progress.stops[row], emitted.tokens[i, at]):
                 end = at + 1
                 progress.remaining[row] = 0
                 break

@@ -8,7 +8,7 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
-from lookahead_vllm.draft.trie import growth
+from lookahead_vllm.draft import growers
 from lookahead_vllm.engine.drafter import drafter
 from lookahead_vllm.engine.drafter.waiter import Waiter
 from tests.support.driving import (
@@ -193,13 +193,13 @@ def test_threads_that_grow_trees_change_no_output(
     monkeypatch.setattr(drafter, "num_growers", lambda parallel: 2)
     # A CPU's steps have ended when they were launched, so it never waits.
     monkeypatch.setattr(Waiter, "wait", lambda self, step, stand_by=lambda: None: stand_by())
-    calls, compiled = list[int](), growth.help_grow
+    calls, compiled = list[int](), growers.help_grow
 
     def help_grow(*arguments: Any) -> None:
         calls.append(threading.get_ident())
         compiled(*arguments)
 
-    monkeypatch.setattr(growth, "help_grow", help_grow)
+    monkeypatch.setattr(growers, "help_grow", help_grow)
     with engine(llama, TRIE, max_num_seqs=len(PROMPTS), async_scheduling=True) as llm:
         assert generate(llm, PROMPTS) == plain.greedy
     assert len(calls) > 20 and len({*calls}) == 2
