@@ -102,7 +102,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     package = ROOT / "lookahead_vllm"
-    data = ("verify/*/cpu.cpp", "draft/trie/priors.npz", "py.typed")
+    data = ("verify/*/cpu.cpp", "draft/growth/priors.npz", "py.typed")
     folders = {path.parent for path in package.rglob("__init__.py")}
     expected = {
         str(path.relative_to(ROOT))

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from lookahead_vllm.cli.arguments import check_output, escape_unprintable
-from lookahead_vllm.draft.trie import priors
-from lookahead_vllm.draft.trie.acceptance_rate import HITS, TRIALS, AcceptanceRate
+from lookahead_vllm.draft.growth import priors
+from lookahead_vllm.draft.growth.acceptance_rate import HITS, TRIALS, AcceptanceRate
 from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.simulation.proposers import proposer_of
 from lookahead_vllm.simulation.replay import play

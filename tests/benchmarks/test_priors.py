@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.learning.priors import main
-from lookahead_vllm.draft.trie import priors
-from lookahead_vllm.draft.trie.acceptance_rate import NUM_RATES
+from lookahead_vllm.draft.growth import priors
+from lookahead_vllm.draft.growth.acceptance_rate import NUM_RATES
 from tests.support.files import jsonl
 
 

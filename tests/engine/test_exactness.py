@@ -8,7 +8,7 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import BeamSearchParams
 
-from lookahead_vllm.draft import growers
+from lookahead_vllm.draft.growth import growers
 from lookahead_vllm.engine.drafter import drafter
 from lookahead_vllm.engine.drafter.waiter import Waiter
 from tests.support.driving import (

@@ -8,9 +8,13 @@ from collections import defaultdict
 
 import numpy as np
 
-from lookahead_vllm.draft.trie import acceptance_rate as learned
-from lookahead_vllm.draft.trie.candidates import MAX_CANDIDATES
-from lookahead_vllm.draft.trie.growth import MIN_CANDIDATES, MIN_PROBABILITY, MIN_SPARSE_PROBABILITY
+from lookahead_vllm.draft.growth import acceptance_rate as learned
+from lookahead_vllm.draft.growth.candidates import MAX_CANDIDATES
+from lookahead_vllm.draft.growth.trees import (
+    MIN_CANDIDATES,
+    MIN_PROBABILITY,
+    MIN_SPARSE_PROBABILITY,
+)
 from lookahead_vllm.draft.trie.suffix import NUM_CONTIGUOUS, NUM_SPARSE, NUM_SUFFIXES, ORDERS, WHOLE
 from lookahead_vllm.draft.trie.table import (
     COUNT_SHIFT,

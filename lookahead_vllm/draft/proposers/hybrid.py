@@ -6,7 +6,11 @@ from typing import Any
 import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load
-from lookahead_vllm.draft.growers import grow_all
+from lookahead_vllm.draft.growth.candidates import CHOICES
+from lookahead_vllm.draft.growth.growers import grow_all
+from lookahead_vllm.draft.growth.recycling import NUM_CHOICES, NUM_LINES, ChoiceTrees, recycle
+from lookahead_vllm.draft.growth.step import begin_step
+from lookahead_vllm.draft.growth.trees import DEPTH, NODES
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.progress import (
     NO_TEXT,
@@ -19,10 +23,6 @@ from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.sources import RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.draft.trie.candidates import CHOICES
-from lookahead_vllm.draft.trie.growth import DEPTH, NODES
-from lookahead_vllm.draft.trie.recycling import NUM_CHOICES, NUM_LINES, ChoiceTrees, recycle
-from lookahead_vllm.draft.trie.step import begin_step
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.draft.window.branch import LookaheadBranch

@@ -13,7 +13,12 @@ from lookahead_vllm.draft.budget.allot import (
     is_worth_waiting,
 )
 from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
-from lookahead_vllm.draft.growers import Growers, help_grow
+from lookahead_vllm.draft.growth import priors
+from lookahead_vllm.draft.growth.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
+from lookahead_vllm.draft.growth.growers import Growers, help_grow
+from lookahead_vllm.draft.growth.live_texts import LiveTexts
+from lookahead_vllm.draft.growth.recycling import make_lines
+from lookahead_vllm.draft.growth.step import begin_and_grow, extend
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import PROPOSED, EmittedTokens, ProgressArrays, WantedDrafts
@@ -21,18 +26,13 @@ from lookahead_vllm.draft.proposers.proposer import Proposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.draft.trie import priors
-from lookahead_vllm.draft.trie.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
-from lookahead_vllm.draft.trie.live_texts import LiveTexts
 from lookahead_vllm.draft.trie.namespaces import Namespaces, digest_of
-from lookahead_vllm.draft.trie.recycling import make_lines
 from lookahead_vllm.draft.trie.sessions import (
     BLOCK_TOKENS,
     EXPECTED_ANSWER_TOKENS,
     Sessions,
     prefix_hashes,
 )
-from lookahead_vllm.draft.trie.step import begin_and_grow, extend
 from lookahead_vllm.draft.trie.suffix import (
     NUM_SPARSE,
     ORDERS,

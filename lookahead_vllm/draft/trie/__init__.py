@@ -1,1 +1,1 @@
-"""The n-gram trie: candidates from earlier text, their acceptance rates, trees grown from them."""
+"""The n-gram trie: what texts have told, in spaces of their own."""

@@ -13,7 +13,7 @@ from lookahead_vllm import compilation, machine
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
 from lookahead_vllm.draft.cache.keeper import CacheKeeper
 from lookahead_vllm.draft.fleet.exchange import Exchange
-from lookahead_vllm.draft.growers import MAX_THREADS
+from lookahead_vllm.draft.growth.growers import MAX_THREADS
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.proposers.proposer import NoProposer, Proposer
 from lookahead_vllm.draft.proposers.registry import make_proposer

@@ -14,6 +14,7 @@ import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
 
 from lookahead_vllm.draft.budget.cost import Load
+from lookahead_vllm.draft.growth.trees import NODES
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.progress import (
     GONE,
@@ -25,7 +26,6 @@ from lookahead_vllm.draft.progress import (
 )
 from lookahead_vllm.draft.proposers.proposer import NoProposer
 from lookahead_vllm.draft.tree import DraftForest
-from lookahead_vllm.draft.trie.growth import NODES
 from lookahead_vllm.engine.drafter.chain_drafts import ChainDrafts
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.drafter.live_requests import LiveRequests

@@ -4,7 +4,7 @@ The speculator expects a batch in which the accepted drafts of each request are 
 its root. So the rows are gathered by the accepted path, positions become linear again, and the
 drafter's layers get attention metadata without trees. Slots are linear already, and the drafter
 writes its own KV anew for all rows of the batch. What it proposes goes to the host, where it is
-evidence for the trees of the next step (`draft/trie/chains.py`).
+evidence for the trees of the next step (`draft/growth/chains.py`).
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as target_dependent
 from vllm.v1.worker.gpu.states import RequestState
 
+from lookahead_vllm.draft.growth.recycling import GAPS
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES, PROPOSED, no_chains
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.draft.trie.recycling import GAPS
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.step.step import Chains, ThisStep

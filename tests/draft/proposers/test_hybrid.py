@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.draft.growth.candidates import CHOICES
+from lookahead_vllm.draft.growth.recycling import NUM_CHOICES
 from lookahead_vllm.draft.proposers import hybrid
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
 from lookahead_vllm.draft.proposers.jacobi_window import JacobiWindowProposer
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.trie.candidates import CHOICES
-from lookahead_vllm.draft.trie.recycling import NUM_CHOICES
 from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.options.server import LookaheadOptions
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from lookahead_vllm.draft.growth.acceptance_rate import AcceptanceRate
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
-from lookahead_vllm.draft.trie.acceptance_rate import AcceptanceRate
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.reference_trie import ProposerModel
 

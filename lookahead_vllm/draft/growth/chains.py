@@ -11,11 +11,11 @@ rates; it takes the place of the evidence that the model's earlier choices give.
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead_vllm.draft.growth.candidates import CHOSEN, MAX_ALL_CANDIDATES, add_candidate
+from lookahead_vllm.draft.growth.recycling import NUM_CHOICE_KINDS, NUM_GAPS, NUM_LENGTHS
 from lookahead_vllm.draft.jit import Int32s, borrowing_kernel
 from lookahead_vllm.draft.progress import GAP, NUM_ALTERNATIVES, PROPOSED
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.draft.trie.candidates import CHOSEN, MAX_ALL_CANDIDATES, add_candidate
-from lookahead_vllm.draft.trie.recycling import NUM_CHOICE_KINDS, NUM_GAPS, NUM_LENGTHS
 
 ON_CHAIN = NUM_LENGTHS + 1
 """In place of the longest suffix with a line, for a text that ends on the chain."""

@@ -2,13 +2,8 @@
 
 import numpy as np
 
-from lookahead_vllm.draft.proposers.hybrid import HybridProposer
-from lookahead_vllm.draft.proposers.jacobi_window import JacobiWindowProposer
-from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
-from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.trie.candidates import CHOSEN, TOKEN, new_candidates
-from lookahead_vllm.draft.trie.recycling import (
+from lookahead_vllm.draft.growth.candidates import CHOSEN, TOKEN, new_candidates
+from lookahead_vllm.draft.growth.recycling import (
     NUM_CHOICES,
     ChoiceTrees,
     ModelChoices,
@@ -17,6 +12,11 @@ from lookahead_vllm.draft.trie.recycling import (
     make_lines,
     recycle,
 )
+from lookahead_vllm.draft.proposers.hybrid import HybridProposer
+from lookahead_vllm.draft.proposers.jacobi_window import JacobiWindowProposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.suffix import hashes_of
 from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.options.server import LookaheadOptions

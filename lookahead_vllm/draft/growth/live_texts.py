@@ -4,12 +4,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from lookahead_vllm.draft.growth.candidates import CHOICES, NUM_SPACES
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.progress import no_chains
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import ANSWERS
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.draft.trie.candidates import CHOICES, NUM_SPACES
 from lookahead_vllm.draft.trie.sessions import MAX_ANSWER_TOKENS, Session
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, Hashes
 from lookahead_vllm.draft.trie.table import NO_SPACE

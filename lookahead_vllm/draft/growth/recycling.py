@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lookahead_vllm.draft.growth.candidates import CHOSEN, add_candidate
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.tree import UNKNOWN
-from lookahead_vllm.draft.trie.candidates import CHOSEN, add_candidate
 from lookahead_vllm.draft.trie.suffix import Hashes, advance, hash_in_space
 from lookahead_vllm.draft.trie.table import NO_SPACE
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lookahead_vllm.draft.growers import (
+from lookahead_vllm.draft.growth.growers import (
     COUNT,
     DONE,
     SIZE,

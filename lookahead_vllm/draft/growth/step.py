@@ -4,7 +4,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lookahead_vllm.draft.growers import SharedTrees, grow_all
+from lookahead_vllm.draft.growth.acceptance_rate import (
+    RateArrays,
+    learn_token,
+    new_inputs,
+    weight_set,
+)
+from lookahead_vllm.draft.growth.candidates import (
+    MAX_CANDIDATES,
+    NUM_SPACES,
+    Lookups,
+    look_up,
+    match,
+    new_candidates,
+    new_lookups,
+)
+from lookahead_vllm.draft.growth.chains import follow_chain
+from lookahead_vllm.draft.growth.growers import SharedTrees, grow_all
+from lookahead_vllm.draft.growth.trees import TextArrays, TreeLimits, find_all
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.progress import (
     GONE,
@@ -17,23 +34,6 @@ from lookahead_vllm.draft.progress import (
 )
 from lookahead_vllm.draft.sources import ANSWERS, OWN
 from lookahead_vllm.draft.tree import ForestFields
-from lookahead_vllm.draft.trie.acceptance_rate import (
-    RateArrays,
-    learn_token,
-    new_inputs,
-    weight_set,
-)
-from lookahead_vllm.draft.trie.candidates import (
-    MAX_CANDIDATES,
-    NUM_SPACES,
-    Lookups,
-    look_up,
-    match,
-    new_candidates,
-    new_lookups,
-)
-from lookahead_vllm.draft.trie.chains import follow_chain
-from lookahead_vllm.draft.trie.growth import TextArrays, TreeLimits, find_all
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES, NUM_SUFFIXES, WHOLE, Hashes, advance
 from lookahead_vllm.draft.trie.table import NO_SPACE, TrieArrays, count
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
-from lookahead_vllm.draft.trie.acceptance_rate import (
+from lookahead_vllm.draft.growth.acceptance_rate import (
     _sigmoid,
 )
+from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
+from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.options.server import LookaheadOptions
 
 

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft import instructions
-from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
-from lookahead_vllm.draft.trie.acceptance_rate import RateArrays, new_inputs
-from lookahead_vllm.draft.trie.candidates import MAX_ALL_CANDIDATES, new_candidates
-from lookahead_vllm.draft.trie.growth import (
+from lookahead_vllm.draft.growth.acceptance_rate import RateArrays, new_inputs
+from lookahead_vllm.draft.growth.candidates import MAX_ALL_CANDIDATES, new_candidates
+from lookahead_vllm.draft.growth.trees import (
     GROWN,
     MIN_PROBABILITY,
     NUM_HANDS,
@@ -36,6 +35,7 @@ from lookahead_vllm.draft.trie.growth import (
     nodes_of,
     take_buds,
 )
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.trie.table import TrieArrays
 
 MAX_THREADS = 3

@@ -12,9 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
-from lookahead_vllm.draft.sources import ANSWERS, DRAFTER, OWN, RECYCLED, REFERENCE, WINDOW
-from lookahead_vllm.draft.trie.acceptance_rate import (
+from lookahead_vllm.draft.growth.acceptance_rate import (
     MAX_ESTIMATE,
     Float32s,
     Inputs,
@@ -22,7 +20,7 @@ from lookahead_vllm.draft.trie.acceptance_rate import (
     estimate,
     weight_set,
 )
-from lookahead_vllm.draft.trie.candidates import (
+from lookahead_vllm.draft.growth.candidates import (
     CHOICES,
     CHOSEN,
     MAX_CANDIDATES,
@@ -34,8 +32,10 @@ from lookahead_vllm.draft.trie.candidates import (
     look_up,
     match,
 )
-from lookahead_vllm.draft.trie.chains import find_drafted, follow_chain, is_drafted
-from lookahead_vllm.draft.trie.recycling import find_choices, is_from_cell
+from lookahead_vllm.draft.growth.chains import find_drafted, follow_chain, is_drafted
+from lookahead_vllm.draft.growth.recycling import find_choices, is_from_cell
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
+from lookahead_vllm.draft.sources import ANSWERS, DRAFTER, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.trie.suffix import (
     NUM_CONTIGUOUS,
     NUM_HASHES,

@@ -18,10 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
-from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
-from lookahead_vllm.draft.trie import chains, priors, recycling
-from lookahead_vllm.draft.trie.candidates import (
+from lookahead_vllm.draft.growth import chains, priors, recycling
+from lookahead_vllm.draft.growth.candidates import (
     CHOICES,
     CHOSEN,
     COARSE_KINDS,
@@ -35,8 +33,10 @@ from lookahead_vllm.draft.trie.candidates import (
     SPARSE_OWN,
     TOKEN,
 )
-from lookahead_vllm.draft.trie.priors import Priors
-from lookahead_vllm.draft.trie.recycling import NUM_CHOICE_KINDS, NUM_LENGTHS
+from lookahead_vllm.draft.growth.priors import Priors
+from lookahead_vllm.draft.growth.recycling import NUM_CHOICE_KINDS, NUM_LENGTHS
+from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
+from lookahead_vllm.draft.sources import ANSWERS, OWN, REFERENCE
 from lookahead_vllm.draft.trie.suffix import NUM_CONTIGUOUS
 from lookahead_vllm.draft.trie.table import NO_SPACE
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from lookahead_vllm.draft.growth import priors
+from lookahead_vllm.draft.growth.acceptance_rate import HITS, NUM_RATES, TRIALS, AcceptanceRate
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.trie import priors
-from lookahead_vllm.draft.trie.acceptance_rate import HITS, NUM_RATES, TRIALS, AcceptanceRate
 from lookahead_vllm.options.server import LookaheadOptions
 
 
