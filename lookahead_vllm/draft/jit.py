@@ -43,11 +43,12 @@ def kernel(function: Callable[..., Any], nogil: bool = False, borrows: bool = Fa
 
 
 borrowing_kernel = functools.partial(kernel, borrows=True)
-"""For inner functions of a kernel that neither make arrays nor return any; numba refuses others.
+"""For inner functions of a kernel that make no arrays; numba refuses those that do.
 
 They are inlined, and the references to their arrays are not counted. A call takes seven words or
 more on the stack for each array, and counting takes a locked instruction for each view of an array,
-before which the processor ends all reads from memory: together half of a tree's growth.
+before which the processor ends all reads from memory: together half of a tree's growth. So only
+another such function may call one that returns views.
 """
 
 

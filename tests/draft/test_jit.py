@@ -1,5 +1,6 @@
 """Compiled kernels are never older than the sources."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,32 @@ def test_every_module_with_a_kernel_is_hashed() -> None:
     with_kernel = [p for p in PACKAGE.rglob("*.py") if "kernel\ndef " in p.read_text()]
     assert len(with_kernel) > 8
     assert set(with_kernel) <= set(hashed)
+
+
+def test_only_borrowing_kernels_take_views_from_borrowing_kernels() -> None:
+    """Others would release a reference that was never counted, and so corrupt memory."""
+    functions = [
+        node
+        for path in sources_of_kernels(PACKAGE)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.decorator_list
+    ]
+    borrowing = {f.name: f for f in functions if _decorator(f) == "borrowing_kernel"}
+    assert len(borrowing) > 40
+    numbers = {"int", "bool", "None", "np.float32", "np.int32", "np.int64", "np.uint64"}
+    views = set()
+    for name, function in borrowing.items():
+        returned = ast.unparse(function.returns).removeprefix("tuple[").removesuffix("]")
+        if not {part.strip() for part in returned.split(",")} <= numbers:
+            views.add(name)
+    assert views == {"nodes_of", "lookups_of"}
+    for function in functions:
+        called = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        assert _decorator(function) == "borrowing_kernel" or not called & views, function.name
+
+
+def _decorator(function: ast.FunctionDef) -> str:
+    return ast.unparse(function.decorator_list[0])
 
 
 def _twice(number: int) -> int:

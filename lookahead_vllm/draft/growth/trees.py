@@ -154,7 +154,7 @@ def nodes_of(in_hand: InHand, hand: int) -> Nodes:
 
 
 @borrowing_kernel
-def _lookups_of(in_hand: InHand, hand: int) -> Lookups:
+def lookups_of(in_hand: InHand, hand: int) -> Lookups:
     lookups = in_hand.lookups
     return Lookups(lookups.keys[hand], lookups.slots[hand], lookups.matches[hand])
 
@@ -190,7 +190,7 @@ def begin_tree(
     max_nodes, max_depth, _ = bounds
     if max_nodes == 0 or max_depth == 0:
         return False
-    lookups = _lookups_of(in_hand, hand)
+    lookups = lookups_of(in_hand, hand)
     look_up(trie, texts.spaces[row], in_hand.hashes[hand, 0], lookups, NUM_SUFFIXES)
     return True
 
@@ -222,7 +222,7 @@ def take_buds(
             state[HERE] = here
             advance(hashes[parent + 1], fields[0, here], hashes[here + 1])
             places[here + 1] = follow_chain(texts.chains[row], places[parent + 1], fields[0, here])
-            lookups, num_suffixes = _lookups_of(in_hand, hand), _num_suffixes(probs[here])
+            lookups, num_suffixes = lookups_of(in_hand, hand), _num_suffixes(probs[here])
             look_up(trie, texts.spaces[row], hashes[here + 1], lookups, num_suffixes)
             return True
     return False
@@ -282,7 +282,7 @@ def expand(
     down where siblings would add up to more than their parent.
     """
     state, nodes = in_hand.state[hand], nodes_of(in_hand, hand)
-    lookups = _lookups_of(in_hand, hand)
+    lookups = lookups_of(in_hand, hand)
     size, num_buds, here = state[GROWN], state[BUDS], state[HERE]
     max_nodes, _, may_branch = bounds
     spaces, hashes = texts.spaces[row], in_hand.hashes[hand, here + 1]
