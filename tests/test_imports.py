@@ -29,7 +29,6 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"numpy", "torch", "draft"},
     "verify/layout": {"numpy", "torch", "draft", "verify"},
     "verify/attention": {"xformers", *KERNELS, "verify/layout"},
-    "verify/choices": KERNELS,
     "verify/history": KERNELS,
     "verify/latent": {*KERNELS, "verify/attention", "verify/layout"},
     "verify/moves": {*KERNELS, "verify/attention"},

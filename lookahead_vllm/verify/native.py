@@ -132,7 +132,6 @@ def _open(path: Path) -> ctypes.CDLL:
     for name, arguments in (
         ("tree_attention", [pointer, pointer, i32]),
         ("move_kv", [pointer, i64, i64, i64, i64, pointer, pointer, i32, i32]),
-        ("top_choices", [pointer, i32, i64, i64, i64, pointer, i32, i32, pointer]),
     ):
         function = getattr(library, f"lookahead_{name}")
         function.argtypes, function.restype = arguments, None
