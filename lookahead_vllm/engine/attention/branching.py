@@ -63,14 +63,12 @@ def decide(
         logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
         return NOTHING_BRANCHES._replace(has_drafts=not rows)
     layers = config.compilation_config.static_forward_context
-    is_latent = config.model_config.use_mla
-    of_chains = attention.replaces_chains(is_latent)
     movers = kv_movers(layers, kv_cache_groups, attention, without)
     names = [name for group in groups for name in group.layer_names if name not in without]
     merges = options_of(config).attention == "auto" and attention.merges_contexts(
         groups, [layers[name] for name in names]
     )
-    return Branching(not rows, True, movers, of_chains, merges)
+    return Branching(not rows, True, movers, attention.replaces_chains, merges)
 
 
 def branching_obstacle(

@@ -111,9 +111,13 @@ class TreeAttentionBackend(CPUAttentionBackend):
 
 
 class CPUTreeAttention(TreeAttention):
-    """vLLM's backend for CPUs with compiled tree attention."""
+    """vLLM's backend for CPUs with compiled tree attention.
 
-    replaces_recurrent_chains = True
+    It takes half of the time of vLLM's kernel for chains (docs/experiments.md). vLLM's latent
+    attention computes a chain as a prompt, which rounds differently from decode rows.
+    """
+
+    replaces_chains = replaces_recurrent_chains = True
 
     def register(self) -> None:
         """Also load the kernels."""
@@ -125,11 +129,6 @@ class CPUTreeAttention(TreeAttention):
         selector._cached_get_attn_backend.cache_clear()
         compilation.wait()
         native.load()
-
-    def replaces_chains(self, is_latent: bool) -> bool:
-        """The compiled kernel takes half of the time of vLLM's (docs/experiments.md). vLLM's latent
-        attention computes a chain as a prompt, which rounds differently from decode rows."""
-        return is_latent or native.available()
 
     def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
         if latent_attention.is_latent(layers):
@@ -144,7 +143,10 @@ class CPUTreeAttention(TreeAttention):
         if reason := dtype_obstacle(layers, builder.dtype):
             return reason
         if not supported(builder.head_dim, builder.dtype, builder.block_size, PACKED[builder.isa]):
-            return f"there is no tree attention for heads of {builder.head_dim} {builder.dtype}"
+            return (
+                f"there is no tree attention for heads of {builder.head_dim} {builder.dtype} in "
+                f"the KV layout {builder.isa!r}"
+            )
         return None
 
     def unsupported_rows(self, groups: Sequence[Any]) -> str | None:

@@ -255,7 +255,7 @@ class TreeTritonAttentionBackend(TritonAttentionBackend):
 class GPUTreeAttention(TreeAttention):
     """vLLM's backends FlashAttention and Triton with paged tree attention."""
 
-    replaces_recurrent_chains = False
+    replaces_chains = replaces_recurrent_chains = False  # vLLM's kernels compute them
 
     def register(self) -> None:
         for backend, ours in (
@@ -281,10 +281,6 @@ class GPUTreeAttention(TreeAttention):
             and not is_quantized_kv_cache(impl.kv_cache_dtype)
             for impl in [layer.impl for layer in layers]
         )
-
-    def replaces_chains(self, is_latent: bool) -> bool:
-        """Whether tree attention also computes chains: never, because vLLM's kernels do."""
-        return False
 
     def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
         if latent_attention.is_latent(layers):

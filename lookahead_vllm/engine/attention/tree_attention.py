@@ -14,19 +14,18 @@ class TreeAttention(ABC):
 
     Attributes
     ----------
+    replaces_chains : bool
+        Whether tree attention computes all rows that decode, in place of vLLM's kernel.
     replaces_recurrent_chains : bool
         Whether lookahead's kernels also compute recurrent layers in steps with only chains.
     """
 
+    replaces_chains: bool
     replaces_recurrent_chains: bool
 
     @abstractmethod
     def register(self) -> None:
         """Replace vLLM's backends in a process that serves lookahead."""
-
-    @abstractmethod
-    def replaces_chains(self, is_latent: bool) -> bool:
-        """Whether tree attention computes all rows that decode, in place of vLLM's kernel."""
 
     @abstractmethod
     def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:

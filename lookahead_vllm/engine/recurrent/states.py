@@ -34,7 +34,7 @@ from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify.recurrence import StateMover
-from lookahead_vllm.verify.recurrence.cpu import supported
+from lookahead_vllm.verify.recurrence.cpu import DTYPES
 from lookahead_vllm.verify.walk import Walk
 
 PARENTS = "lookahead_parents"
@@ -108,11 +108,10 @@ def start(
                 "config"
             )
     caches = [c for group in own for name in group.layer_names for c in layers[name].kv_cache]
-    if device.type == "cpu" and not all(supported(cache.dtype) for cache in caches):
+    if device.type == "cpu" and not DTYPES.issuperset(cache.dtype for cache in caches):
         raise OptionError(
-            "on a CPU, recurrent layers with drafts need a C++ compiler and float32 or bfloat16: "
-            "install g++ and write dtype='bfloat16', or leave lookahead out of the speculative "
-            "config"
+            "on a CPU, recurrent layers with drafts need float32 or bfloat16: write "
+            "dtype='bfloat16', or leave lookahead out of the speculative config"
         )
     megabytes = sum(cache[0].numel() * cache.element_size() for cache in caches) / 2**20
     logger.info_once(

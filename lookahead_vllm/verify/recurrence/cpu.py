@@ -1,7 +1,6 @@
 """Recurrent layers at the nodes of trees, and causal convolutions along their paths, on a CPU.
 
-The compiled kernels (`cpu.cpp`) take float32 and bfloat16. There is no other
-implementation: `supported` tells at start-up whether they can be used.
+The compiled kernels (`cpu.cpp`) take DTYPES.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ from lookahead_vllm.verify.recurrence import Filter, GatedDelta, Mamba2, StateRo
 
 KEYS_FIRST = True
 """The layout of gated_delta's states."""
-_DTYPES = {torch.float32, torch.bfloat16}
+DTYPES = {torch.float32, torch.bfloat16}
 _RULES = (
     "starts ascend from 0 to at most the number of rows",
     "a request has at most as many rows and accepted tokens as columns, or as its window has room",
@@ -179,18 +178,11 @@ class Mover:
                 state[target] = state[source]
 
 
-def supported(dtype: torch.dtype) -> bool:
-    """Whether there are kernels for states or inputs of this dtype; may compile them."""
-    return dtype in _DTYPES and native.available()
-
-
 def _library(cache: Tensor, *rows: Tensor) -> ctypes.CDLL:
     """The compiled kernels, for a cache and rows that all have one dtype."""
-    library = native.load()
-    assert library is not None, "there is no compiled kernel"
-    assert {cache.dtype, *(t.dtype for t in rows)} <= _DTYPES, (cache.dtype, rows[0].dtype)
+    assert {cache.dtype, *(t.dtype for t in rows)} <= DTYPES, (cache.dtype, rows[0].dtype)
     assert len({t.dtype for t in rows}) == 1, [t.dtype for t in rows]
-    return library
+    return native.load()
 
 
 def _convolve(
