@@ -74,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine/cpu_kernels": {"numpy", "numba", "torch", "vllm", "draft", "verify", "verify/history"},
     "engine/workers": {"numpy", "torch", "vllm", "verify/*", "engine/*"},
-    "simulation": {"numpy", "tqdm", "matplotlib", "options", "draft/*", "verify"},
+    "simulation": {"numpy", "tqdm", "matplotlib", "vllm", "options", "draft/*", "verify"},
     "cli": {
         *("numpy", "tqdm", "torch", "vllm", "huggingface_hub", "pydantic"),
         *("options", "draft/*", "verify/*", "engine/*", "simulation"),

@@ -75,14 +75,10 @@ def load_traces(
     no_loops: bool = False,
     renderer: Renderer | None = None,
 ) -> TraceFile:
-    """Read a JSON-lines file of objects with `prompt_token_ids` and `output_token_ids`.
+    """Read a file of JSON lines, which `lookahead-vllm simulate --help` describes.
 
-    The keys `id`, `suite`, `category`, `loops` and `chains` are optional. In place of the token
-    ids, a line may have the `turns` of a session: a list of such objects, each of which is prompted
-    with the turns before it and its own `prompt_token_ids`. A chat is a session, too: each answer
-    in its `messages` is a turn. One with which another chat begins is left out, as a log of
-    requests has each conversation once a turn. One that a server would refuse is named and left
-    out.
+    A chat with which another one begins is left out, as a log of requests has each conversation
+    once a turn. One that a server would refuse is named and left out.
 
     Parameters
     ----------
@@ -91,11 +87,11 @@ def load_traces(
     limit : int, optional
         Keep this many traces, after `shuffle` and `no_loops`.
     shuffle : int, optional
-        Shuffle the lines with this seed; the file's order if omitted.
+        Shuffle the lines with this seed.
     no_loops : bool
         Leave out lines with `loops: true`.
     renderer : Renderer, optional
-        Of the model, for lines of text, as `lookahead-vllm cache build` reads them.
+        Of the model, for lines of text.
 
     Raises
     ------

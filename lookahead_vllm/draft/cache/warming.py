@@ -203,7 +203,7 @@ def _num_common(a: list[int], b: list[int]) -> int:
     )
 
 
-def learn(proposer: NGramTrieProposer, text: Text, namespace: str = "") -> None:
+def learn(proposer: NGramTrieProposer, text: Text, namespace: str | None = "") -> None:
     """Feed the text to the proposer as a request."""
     proposer.start("warming", text.prompt, namespace)
     read(proposer, {"warming": text.answer})
