@@ -46,19 +46,13 @@ class InsertionQueue:
 
     Requests take turns of CHUNK_TOKENS tokens; all texts of other members count as one request.
     The length of a step is the time between the last two calls of `end_step`; a step inserts for a
-    share of it, and at most one turn longer. While a device computes, `work_for` inserts more.
-
-    Attributes
-    ----------
-    share, seconds : float
-        Bounds for the time of a step's insertions: a share of the step's length, and seconds. A
-        step takes at least one turn. If `seconds` is infinite, texts are inserted at once.
-    clock : callable
-        Returns the time in seconds.
+    share of it, at least one turn, and at most one turn longer. While a device computes, `work_for`
+    inserts more.
     """
 
     def __init__(self) -> None:
         self.share, self.seconds = SHARE, MAX_SECONDS
+        """Of a step's length, and at most. If `seconds` is infinite, texts are inserted at once."""
         self.clock: Callable[[], float] = perf_counter
         self._left = self.seconds
         """Seconds left for insertions in this step."""

@@ -39,7 +39,7 @@ class CacheKeeper:
     Parameters
     ----------
     proposer : NGramTrieProposer
-        The proposer; it may run while the file is saved.
+        It may run while the file is saved.
     path : Path
         The file; its directory must exist.
     interval : float

@@ -67,8 +67,6 @@ class Exchange:
 
     Parameters
     ----------
-    member : Member
-        What is sent, and where it goes.
     connect : callable
         Returns a client for the server, `redis.Redis` with `protocol=2`, which connects when it is
         used.

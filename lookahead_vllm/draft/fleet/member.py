@@ -39,16 +39,11 @@ class _Step(NamedTuple):
 
 
 class Outbox:
-    """Collects steps in O(1); another thread takes them and does the rest.
-
-    Attributes
-    ----------
-    dropped : int
-        Tokens that were not taken in time.
-    """
+    """Collects steps in O(1); another thread takes them and does the rest."""
 
     def __init__(self) -> None:
         self.dropped = 0
+        """Tokens that were not taken in time."""
         self._steps: deque[_Step] = deque()
         self._num_tokens = 0
         self._lock = threading.Lock()
@@ -103,22 +98,16 @@ class Member:
 
     The thread that runs steps calls `follow` and `send`. Another one calls the rest. From the
     start, the default namespace is followed, and those that the proposer's snapshot followed.
-
-    Attributes
-    ----------
-    outbox : Outbox
-    followed : dict of str to str
-        The namespaces whose messages are read, by digest: the id of the last message that was
-        read, or NOTHING_READ.
-    new : deque of str
-        Those of them whose latest messages the other thread has to read, whatever was read before.
     """
 
     def __init__(self, proposer: NGramTrieProposer) -> None:
         self.outbox = Outbox()
         self.send = self.outbox.add
         self.followed: dict[str, str] = {}
+        """The namespaces whose messages are read, by digest: the id of the last message that was
+        read, or NOTHING_READ."""
         self.new: deque[str] = deque(maxlen=MAX_NAMESPACES)
+        """Those whose latest messages the other thread has to read, whatever was read before."""
         self._trie, self._insertion = proposer.trie, proposer.insertion
         self._spaces: dict[str, int] = {}
         self._digests: dict[int, str] = {}

@@ -182,8 +182,6 @@ class _TreeImpl(_Impl):
 
 
 class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuilder):
-    """FlashAttention's metadata builder, with trees."""
-
     @property
     def reads_buffers(self) -> bool:
         """False for version 3, whose schedule `build` makes of the lengths."""
@@ -191,8 +189,6 @@ class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuil
 
 
 class TreeFlashAttentionImpl(_TreeImpl, FlashAttentionImpl):
-    """FlashAttention's implementation, with trees."""
-
     def attend_contexts(
         self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, metadata: Any
     ) -> torch.Tensor:
@@ -230,8 +226,6 @@ class TreeFlashAttentionBackend(FlashAttentionBackend):
 
 
 class TreeTritonAttentionMetadataBuilder(_TreeBuilder, TritonAttentionMetadataBuilder):
-    """The Triton backend's metadata builder, with trees."""
-
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         if self.attended.trees is None:
             return super().build_for_cudagraph_capture(common_attn_metadata)
@@ -334,15 +328,8 @@ class GPUTreeAttention(TreeAttention):
     ) -> None:
         """Compile the kernels of a step with trees, so that no request waits for it.
 
-        Parameters
-        ----------
-        layers
-            Those whose trees are computed in graphs, from now on, by `implementation`.
-
-        Raises
-        ------
-        OptionError
-            xformers cannot compute them.
+        From now on, `implementation` computes the trees of these layers in graphs. Raises
+        OptionError if xformers cannot.
         """
         from lookahead_vllm.verify.attention.triton import empty_batches
 

@@ -11,17 +11,12 @@ class TreeAttention(ABC):
     """Tree attention in vLLM's attention backends on one kind of device.
 
     An attention group is vLLM's: layers with the same backend and the same kind of KV cache.
-
-    Attributes
-    ----------
-    replaces_chains : bool
-        Whether tree attention computes all rows that decode, in place of vLLM's kernel.
-    replaces_recurrent_chains : bool
-        Whether lookahead's kernels also compute recurrent layers in steps with only chains.
     """
 
     replaces_chains: bool
+    """Whether tree attention computes all rows that decode, in place of vLLM's kernel."""
     replaces_recurrent_chains: bool
+    """Whether lookahead's kernels also compute recurrent layers in steps with only chains."""
 
     @abstractmethod
     def register(self) -> None:
