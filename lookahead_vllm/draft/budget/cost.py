@@ -223,11 +223,6 @@ class StepCost:
         The devices that compute equal parts of a step's nodes at once. A device's own nodes are
         the `nodes` of StepWork.
 
-    Attributes
-    ----------
-    chain : float
-        The time of a trained drafter's passes after its first one.
-
     Raises
     ------
     ValueError
@@ -251,6 +246,7 @@ class StepCost:
         self.captured = captured
         self.parts = parts
         self.chain = 0.0
+        """The time of a trained drafter's passes after its first one."""
         self._without_drafts = curve.with_graphs(captured.without_drafts)
         self._with_drafts = curve.with_graphs(captured.with_drafts)
         self._start = np.array([1.0, 0.0, drafts, 0.0, 0.0, context, causal, trees])

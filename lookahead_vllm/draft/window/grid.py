@@ -52,8 +52,13 @@ class _WindowArrays(NamedTuple):
     """The arrays of `Windows`, as the kernels take them."""
 
     tokens: Int32s
+    """int32 [capacity, N - 1, W + N - 2]: the guess in each level and column. Column 0 of level 0
+    is the root, which has no guess."""
     cells: Int32s
+    """int32 [capacity, N - 1, W + N - 2]: the node of each guess in the tree that was sent last;
+    ROOT, or ABSENT."""
     filled: Int32s
+    """int32 [capacity]: the number of filled levels."""
     seeds: Int32s
     """int32 [capacity, 1 + _NUM_SEEDS]: the number of seeds, then the seeds."""
     draws: NDArray[np.uint64]
@@ -61,17 +66,7 @@ class _WindowArrays(NamedTuple):
 
 
 class Windows:
-    """The windows of the live requests, all of one shape, each at its own phase.
-
-    Attributes
-    ----------
-    tokens : int32 [capacity, N - 1, W + N - 2]
-        The guess in each level and column. Column 0 of level 0 is the root, which has no guess.
-    cells : int32 [capacity, N - 1, W + N - 2]
-        The node of each guess in the tree that was sent last; ROOT, or ABSENT.
-    filled : int32 [capacity]
-        The number of filled levels.
-    """
+    """The windows of the live requests, all of one shape, each at its own phase."""
 
     def __init__(self, shape: WindowShape) -> None:
         self.request_rows = RequestRows()

@@ -14,13 +14,7 @@ from lookahead_vllm.verify.native import fields, i64, pointer
 
 
 class HostMover(SlotMover):
-    """Moves slots of caches on a CPU.
-
-    Parameters
-    ----------
-    num_slots : int
-        The slots of each cache.
-    """
+    """Moves slots of caches on a CPU, each of which has `num_slots`."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -126,16 +120,9 @@ def keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """Views of the K and the V of blocks, indexed in the same way for both layouts.
 
-    Parameters
-    ----------
-    blocks : [blocks, kv_heads, 2 * block_size * head_size]
-    packed : bool
-        See TreeCall.
-
-    Returns
-    -------
-    K and V, each [blocks, kv_heads, keys / p, p, head_size / q, q]
-        p keys and q head dimensions are stored together; both are 1 unless `packed`.
+    `blocks` is [blocks, kv_heads, 2 * block_size * head_size]; `packed` is as in TreeCall. K and V
+    are [blocks, kv_heads, keys / p, p, head_size / q, q] each: p keys and q head dimensions are
+    stored together; both are 1 unless `packed`.
     """
     keys, values = blocks.split(block_size * head_size, dim=-1)
     if not packed:

@@ -127,25 +127,14 @@ def path_windows(x: Tensor, window: Tensor, width: int, trees: StateRows) -> Ten
     """The inputs that a causal convolution reads before each row; also updates the window.
 
     Passed as conv states, they let a kernel for one token compute all rows at once, each as a
-    request of its own, so the rows are rounded as that kernel rounds.
-
-    Parameters
-    ----------
-    x, window, trees
-        As in `recurrence.convolution`, on the CPU; the window is updated in the same way.
-    width : int
-        Of the convolution's kernel, 2 to 8.
+    request of its own, so the rows are rounded as that kernel rounds. The arguments are those of
+    `recurrence.convolution`, on the CPU; the window is updated in the same way.
 
     Returns
     -------
     [n, dim, width - 1], like `window`
         The last inputs of each row's path, without its own; 0 in rows that belong to no request.
         It is contiguous as [n, width - 1, dim].
-
-    Raises
-    ------
-    ValueError
-        `trees` breaks a rule of `StateRows`, or `width` is out of range.
     """
     if not 2 <= width <= 8:
         raise ValueError(f"width is {width}; it may be 2 to 8")
