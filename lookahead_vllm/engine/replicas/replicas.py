@@ -139,8 +139,8 @@ def exchange(
         The trees of all ranks, and the row of this rank's batch of each tree's request.
     req_ids
         The requests of this rank's batch. Ranks may have them in different orders.
-    sampled, choices : int32 [m]
-        The token at each row of this rank's logits, and the model's choices there.
+    sampled : int32 [m]
+        The token at each row of this rank's logits, of which there are also the `choices`.
     """
     owners, contains = parts
     all_nodes = np.zeros(len(req_ids), np.int64)
