@@ -52,7 +52,8 @@ class InsertionQueue:
 
     def __init__(self) -> None:
         self.share, self.seconds = SHARE, MAX_SECONDS
-        """Of a step's length, and at most. If `seconds` is infinite, texts are inserted at once."""
+        """A step inserts for this share of its length, and at most for these seconds. If they are
+        infinite, texts are inserted at once."""
         self.clock: Callable[[], float] = perf_counter
         self._left = self.seconds
         """Seconds left for insertions in this step."""

@@ -48,7 +48,7 @@ def _largest(logits: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Tokens, int64 [n, k], and their logits.
 
     They are in the k parts of the vocabulary with the largest maxima, or behind its last whole
-    part. `topk` of whole rows takes four to twenty times as long on a CPU.
+    part. `topk` of whole rows takes two to twenty times as long on a CPU.
     """
     vocab = logits.shape[1]
     num_parts = vocab // _PART

@@ -117,15 +117,15 @@ def _run(command: list[str], **environment: str) -> str:
 
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for name, arguments in (
-        ("tree_attention", [pointer, pointer, i32]),
-        ("move_kv", [pointer, i64, i64, i64, i64, pointer, pointer, i32, i32]),
-    ):
+    of_layers = [pointer, pointer, i32, i32], i32
+    for name, (arguments, result) in {
+        "tree_attention": ([pointer, pointer, i32], None),
+        "reads_packed": ([], i32),
+        "move_kv": ([pointer, i64, i64, i64, i64, pointer, pointer, i32, i32], None),
+        "mamba2": of_layers,
+        "gated_delta": of_layers,
+        "convolution": of_layers,
+    }.items():
         function = getattr(library, f"lookahead_{name}")
-        function.argtypes, function.restype = arguments, None
-    for name in ("mamba2", "gated_delta", "convolution"):
-        function = getattr(library, f"lookahead_{name}")
-        function.argtypes, function.restype = [pointer, pointer, i32, i32], i32
-    library.lookahead_reads_packed.argtypes = []
-    library.lookahead_reads_packed.restype = i32
+        function.argtypes, function.restype = arguments, result
     return library

@@ -101,13 +101,8 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
 
 
 class TreeAttentionBackend(CPUAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[TreeAttentionImpl]:
-        return TreeAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
-        return TreeAttentionMetadataBuilder
+    get_impl_cls = staticmethod(lambda: TreeAttentionImpl)
+    get_builder_cls = staticmethod(lambda: TreeAttentionMetadataBuilder)
 
 
 class CPUTreeAttention(TreeAttention):

@@ -216,13 +216,8 @@ class TreeFlashAttentionImpl(_TreeImpl, FlashAttentionImpl):
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
-        return TreeFlashAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return TreeFlashAttentionMetadataBuilder
+    get_impl_cls = staticmethod(lambda: TreeFlashAttentionImpl)
+    get_builder_cls = staticmethod(lambda: TreeFlashAttentionMetadataBuilder)
 
 
 class TreeTritonAttentionMetadataBuilder(_TreeBuilder, TritonAttentionMetadataBuilder):
@@ -237,13 +232,8 @@ class TreeTritonAttentionImpl(_TreeImpl, TritonAttentionImpl):
 
 
 class TreeTritonAttentionBackend(TritonAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[TritonAttentionImpl]:
-        return TreeTritonAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
-        return TreeTritonAttentionMetadataBuilder
+    get_impl_cls = staticmethod(lambda: TreeTritonAttentionImpl)
+    get_builder_cls = staticmethod(lambda: TreeTritonAttentionMetadataBuilder)
 
 
 class GPUTreeAttention(TreeAttention):

@@ -191,7 +191,7 @@ GAUGES = {
     "texts_held": ("trie_texts_held", "Share of the n-grams of live and kept texts in the trie."),
     "lag_seconds": ("fleet_lag_seconds", "Age of the latest message of another server when read."),
 }
-"""By a field of the report: the series of its numbers, and what it says. None is not set."""
+"""Both by a field of the report: the name of its series, and what it says."""
 
 
 class EngineMetrics:

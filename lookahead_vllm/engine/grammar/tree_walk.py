@@ -128,8 +128,8 @@ class GrammarTreeWalk:
     def _visit(self, node: int, path: list[int], is_masked: bool, is_best: bool) -> None:
         """Fill the mask of `node`, visit its children, and extend the best leaf.
 
-        The grammar has accepted the tokens of `path`, which lead to `node`, and masks the token
-        after it if it `is_masked`. `path` `is_best` if it consists of first allowed children.
+        The grammar has accepted the tokens of `path`, which lead to `node`. `is_masked` says
+        whether it masks the next token, `is_best` whether `path` has only first allowed children.
         """
         if is_masked:
             self._fill_mask(node)
