@@ -37,8 +37,8 @@ class _Text:
         return len(self.tokens) > 0
 
 
-class _Arrivals:
-    """The request whose texts come from other members of a fleet."""
+_ARRIVALS = object()
+"""The request whose texts come from other members of a fleet."""
 
 
 class InsertionQueue:
@@ -140,10 +140,10 @@ class InsertionQueue:
             return None
 
     def _has_work(self) -> bool:
-        if self._arrived and _Arrivals not in self._waiting:
+        if self._arrived and _ARRIVALS not in self._waiting:
             text = self._next_arrived()
             if text is not None:
-                self._waiting[_Arrivals] = deque([text])
+                self._waiting[_ARRIVALS] = deque([text])
         return bool(self._waiting)
 
     def _take_turn(self) -> None:

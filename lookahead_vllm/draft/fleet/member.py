@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lookahead_vllm.draft.fleet.pieces import PieceInserter, Pieces
+from lookahead_vllm.draft.fleet.pieces import Pieces, inserter
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.trie.namespaces import MAX_NAMESPACES, digest_of
@@ -117,7 +117,7 @@ class Member:
         proposer.fleet = self
         # Compiles the kernel, so that no step waits for the compiler.
         nothing = Pieces(empty_hashes()[None], np.ones(1, np.int64), np.zeros(1, np.int32))
-        PieceInserter(proposer.trie, NO_SPACE, nothing)(nothing.tokens)
+        inserter(proposer.trie, NO_SPACE, nothing)(nothing.tokens)
 
     def follow(self, digest: str, space: int, position: str | None = None) -> None:
         """Read the namespace's messages from now on.
@@ -158,8 +158,7 @@ class Member:
         """Insert these pieces of another member, when steps have time for it."""
         space = self._spaces.get(digest)
         if space is not None:
-            inserter = PieceInserter(self._trie, space, pieces)
-            self._insertion.arrive(inserter, pieces.tokens)
+            self._insertion.arrive(inserter(self._trie, space, pieces), pieces.tokens)
 
     def insert_if_idle(self) -> None:
         """Insert what has arrived if no steps run."""
