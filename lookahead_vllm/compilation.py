@@ -59,10 +59,7 @@ def begin(options: LookaheadOptions, on_cpu: bool) -> None:
                 stdin=subprocess.PIPE,  # its end tells the process that this one has ended
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                },
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
             threading.Thread(target=process.wait, daemon=True).start()
 
