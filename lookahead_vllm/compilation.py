@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -58,10 +59,7 @@ def begin(options: LookaheadOptions, on_cpu: bool) -> None:
                 stdin=subprocess.PIPE,  # its end tells the process that this one has ended
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                },
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
             threading.Thread(target=process.wait, daemon=True).start()
 
@@ -110,16 +108,14 @@ def main(arguments: str) -> None:
     with _lock(fcntl.LOCK_EX) as is_free:
         if not is_free:
             return
-        others = threading.Thread(target=_compile_native) if on_cpu else None
-        if others is not None:
-            others.start()
-        compile_verification()
-        if options.proposer in CLASS_PATHS:
-            small = replace(options, max_nodes=1024, cache_path=None)
-            make_proposer(small.for_model(0))
-        if others is not None:
-            others.join()
-        _marker(options, on_cpu).touch()
+        with ThreadPoolExecutor() as others:
+            library = others.submit(_compile_native) if on_cpu else None
+            compile_verification()
+            if options.proposer in CLASS_PATHS:
+                small = replace(options, max_nodes=1024, cache_path=None)
+                make_proposer(small.for_model(0))
+        if library is None or library.exception() is None:
+            _marker(options, on_cpu).touch()
 
 
 def _compile_native() -> None:

@@ -9,15 +9,9 @@ from typing import Any
 def read_json_lines(path: Path, error: type[ValueError]) -> Iterator[tuple[int, Any]]:
     """The number and the value of each line that is not blank, in order.
 
-    Lines end with a line feed. Other separators, like U+2028, may be part of a string.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    error : type
-        Raised, with a message that names the file and the line, if the file cannot be read or a
-        line is not JSON.
+    Lines end with a line feed. Other separators, like U+2028, may be part of a string. `error` is
+    raised, with a message that names the file and the line, if the file cannot be read or a line is
+    not JSON.
     """
     try:
         with path.open("rb") as file:

@@ -67,7 +67,7 @@ def _attend_as_on_a_gpu() -> None:
     """There, chains are vLLM's kernel's, which reads on the device where they are."""
     from lookahead_vllm.engine.attention.cpu import CPUTreeAttention
 
-    CPUTreeAttention.replaces_chains = lambda self, is_latent: False  # type: ignore[method-assign]
+    CPUTreeAttention.replaces_chains = False
 
 
 def register_model(

@@ -19,6 +19,7 @@ from lookahead_vllm.draft.cache.warming import Renderer, TextError, check_texts,
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.kept_file import RefusedFileError
 from lookahead_vllm.options.allowed import OptionError
+from lookahead_vllm.options.request import shared_namespace
 from lookahead_vllm.options.server import LookaheadOptions
 
 if TYPE_CHECKING:
@@ -79,12 +80,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-class UsageError(ValueError):
-    """One sentence: what is wrong with the command line."""
-
-
 def check_model(model: str) -> None:
-    """Raise UsageError if there is no such model; the hub is asked once, while vLLM asks often."""
+    """Raise OptionError if there is no such model; the hub is asked once, while vLLM asks often."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if Path(model).exists():
@@ -97,32 +94,25 @@ def check_model(model: str) -> None:
     except Exception as error:  # no name of the hub's, no network
         found, reason = False, str(error).splitlines()[0]
     if not found:
-        raise UsageError(
+        raise OptionError(
             f"--model: {model} is no folder, and no model of the hub was found ({reason}); write a "
             "folder that holds a config.json, or the name of a model that vllm serve finds"
         )
 
 
 def load_renderer(model: str) -> ServerRenderer:
-    """The renderer of a model, a folder or a name on the hub; UsageError if vLLM cannot load it."""
+    """The renderer of a model; OptionError if vLLM cannot load it."""
     try:
         from lookahead_vllm.cli.server_renderer import ServerRenderer, first_line
     except ImportError as error:
-        raise UsageError(f"cache build needs vLLM, which cannot be imported: {error}") from None
+        raise OptionError(f"cache build needs vLLM, which cannot be imported: {error}") from None
     try:
         return ServerRenderer(model)
     except Exception as error:
-        raise UsageError(
+        raise OptionError(
             f"--model: vLLM cannot load the configuration and the tokenizer of {model}: "
             f"{first_line(error)}"
         ) from None
-
-
-def full_namespace(name: str) -> str:
-    """The engine's namespace of requests with this name, no cache salt and no LoRA adapter."""
-    from lookahead_vllm.options.request import shared_namespace
-
-    return shared_namespace("namespace", None, None, name) or "" if name else ""
 
 
 def restored(arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> NGramTrieProposer:
@@ -153,27 +143,21 @@ def make_proposer(options: argparse.Namespace, fingerprint: str) -> NGramTriePro
 
     Raises
     ------
-    UsageError, RefusedFileError, OptionError, OSError
+    OptionError, RefusedFileError, OSError
     """
     if options.add:
         arrays, facts = cache_file.load(options.out, fingerprint)
         capacity = len(arrays.get("edges", ()))
         if options.max_nodes not in (None, capacity):
-            raise UsageError(
+            raise OptionError(
                 f"--max-nodes: {options.out} has {capacity}, which --add keeps; leave it out"
             )
         proposer = restored(arrays, facts)
     else:
-        proposer = NGramTrieProposer(options_of_new_cache(options))
+        proposer = NGramTrieProposer(LookaheadOptions.from_dict({"max_nodes": options.max_nodes}))
     # Each prompt at once: here no step waits, and none begins.
     proposer.insertion.seconds = math.inf
     return proposer
-
-
-def options_of_new_cache(options: argparse.Namespace) -> LookaheadOptions:
-    """The proposer's options; OptionError if --max-nodes is out of range."""
-    given = {} if options.max_nodes is None else {"max_nodes": options.max_nodes}
-    return LookaheadOptions.from_dict(given)
 
 
 def check_arguments(options: argparse.Namespace) -> None:
@@ -181,21 +165,23 @@ def check_arguments(options: argparse.Namespace) -> None:
 
     Raises
     ------
-    UsageError, RefusedFileError, OptionError, OSError
+    OptionError, RefusedFileError, OSError
     """
     try:
-        check_output(options.out.resolve(), UsageError)
-    except UsageError as error:
-        raise UsageError(f"--out: {error}") from None
+        check_output(options.out.resolve(), OptionError)
+    except OptionError as error:
+        raise OptionError(f"--out: {error}") from None
     if options.add:
         cache_file.read_about(options.out)
     elif options.out.exists():
-        raise UsageError(f"--out: {options.out} exists; write --add to go on from it, or remove it")
+        raise OptionError(
+            f"--out: {options.out} exists; write --add to go on from it, or remove it"
+        )
     else:
-        options_of_new_cache(options)
+        LookaheadOptions.from_dict({"max_nodes": options.max_nodes})  # refuses a wrong number
     for path in options.texts:
         if not path.is_file():
-            raise UsageError(f"--texts: there is no file {path}")
+            raise OptionError(f"--texts: there is no file {path}")
     check_model(options.model)
 
 
@@ -208,13 +194,13 @@ def build_cache(options: argparse.Namespace) -> None:
     last = max(vocabulary.values())
     for path, largest in largest_ids.items():
         if largest > last:
-            raise UsageError(
+            raise OptionError(
                 f"--texts: {path} has token {largest}, and the tokenizer ends at {last}"
             )
     fingerprint = cache_file.fingerprint(vocabulary)
     proposer = make_proposer(options, fingerprint)
     start, pruned_before = time.perf_counter(), proposer.trie.num_pruned
-    namespace = full_namespace(options.namespace)
+    namespace = shared_namespace("namespace", None, None, options.namespace)
     num_texts, num_tokens, num_skipped = learn_files(proposer, options.texts, renderer, namespace)
     arrays, facts = proposer.snapshot()
     size = cache_file.save(options.out.resolve(), arrays, facts, fingerprint)
@@ -234,7 +220,7 @@ def build_cache(options: argparse.Namespace) -> None:
 
 
 def learn_files(
-    proposer: NGramTrieProposer, paths: Sequence[Path], renderer: Renderer, namespace: str
+    proposer: NGramTrieProposer, paths: Sequence[Path], renderer: Renderer, namespace: str | None
 ) -> tuple[int, int, int]:
     """Learn all texts, with a progress bar; names the lines that a server would refuse.
 
@@ -265,6 +251,6 @@ def main(argv: Sequence[str]) -> int:
         arguments.error(f"{options.out}: {error}")
     except OSError as error:
         arguments.error(f"{error.filename or options.out}: {error.strerror or error}")
-    except (UsageError, OptionError, TextError) as error:
+    except (OptionError, TextError) as error:
         arguments.error(str(error))
     return 0

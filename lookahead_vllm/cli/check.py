@@ -215,9 +215,9 @@ def find_compiled_kernels() -> Finding:
     from lookahead_vllm.verify import native
 
     try:
-        native.built()
-    except native.ERRORS as error:
-        return Finding("note", f"tree attention runs on plain torch: {str(error).splitlines()[0]}")
+        native.load()
+    except native.KernelError as error:
+        return Finding("FAILS", str(error).splitlines()[0])
     return Finding("ok", "compiled for this machine")
 
 

@@ -52,34 +52,30 @@ class ServerRenderer:
     def chat(
         self, chat: Mapping[str, Any], messages: Sequence[Any], add_generation_prompt: bool
     ) -> list[int]:
-        try:
-            return self._chat(chat, copy.deepcopy(messages), add_generation_prompt)
-        except Exception as error:
-            raise ValueError(f"vLLM refuses the chat: {first_line(error)}") from None
-
-    def _chat(
-        self, chat: Mapping[str, Any], messages: Sequence[Any], add_generation_prompt: bool
-    ) -> list[int]:
-        # The request has no messages: its types would order a tool call's arguments before its
-        # name, as no model writes them.
-        request = ChatCompletionRequest(
-            **{key: chat[key] for key in RENDERED if chat.get(key)},
-            messages=[],
-            add_generation_prompt=add_generation_prompt,
-        )
+        messages = copy.deepcopy(messages)
         for message in messages:
             if message.get("reasoning") is None:  # it may have the older name, as in a request
                 message["reasoning"] = message.get("reasoning_content")
-        _, (prompt,) = asyncio.run(
-            self._renderer.preprocess_chat(
-                request,
-                messages,
-                default_template=None,
-                default_template_content_format="auto",
-                default_template_kwargs=None,
-                tool_dicts=[tool.model_dump() for tool in request.tools or []] or None,
+        try:
+            # The request has no messages: its types would order a tool call's arguments before its
+            # name, as no model writes them.
+            request = ChatCompletionRequest(
+                **{key: chat[key] for key in RENDERED if chat.get(key)},
+                messages=[],
+                add_generation_prompt=add_generation_prompt,
             )
-        )
+            _, (prompt,) = asyncio.run(
+                self._renderer.preprocess_chat(
+                    request,
+                    messages,
+                    default_template=None,
+                    default_template_content_format="auto",
+                    default_template_kwargs=None,
+                    tool_dicts=[tool.model_dump() for tool in request.tools or []] or None,
+                )
+            )
+        except Exception as error:
+            raise ValueError(f"vLLM refuses the chat: {first_line(error)}") from None
         return list(prompt["prompt_token_ids"])
 
 

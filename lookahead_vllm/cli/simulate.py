@@ -4,25 +4,18 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from lookahead_vllm.cli.arguments import check_output, positive
-from lookahead_vllm.cli.cache import UsageError, check_model, load_renderer
-from lookahead_vllm.cli.peers import PEERS
+from lookahead_vllm.cli.cache import check_model, load_renderer
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.machine import versions
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.simulation import plot
 from lookahead_vllm.simulation.proposers import NAMES, Make, choose_proposers
 from lookahead_vllm.simulation.replay import MODES, Mode, Pace, simulate
-from lookahead_vllm.simulation.tables import (
-    Results,
-    by_category,
-    by_file,
-    by_turn,
-    overall_table,
-    parts_table,
-)
+from lookahead_vllm.simulation.tables import Results, by_file, overall_table, parts_table
 from lookahead_vllm.simulation.traces import TraceError, TraceFile, load_traces
 
 EPILOG = """\
@@ -215,12 +208,8 @@ def report(results: Results, files: Sequence[TraceFile]) -> None:
     for file in files:
         short = f", {file.too_short} shorter than two tokens left out" if file.too_short else ""
         print(f"{file.path}: {len(file.traces)} traces, {file.num_tokens} tokens{short}")
-    tables = [
-        overall_table(results),
-        parts_table(results, "EDL (nodes)", by_file),
-        parts_table(results, "EDL (nodes)", by_category),
-        parts_table(results, "EDL (nodes)", by_turn),
-    ]
+    parts = by_file, itemgetter("by_category"), itemgetter("by_turn")
+    tables = [overall_table(results), *(parts_table(results, "EDL (nodes)", of) for of in parts)]
     for table in filter(None, tables):
         print(f"\n{table}")
 
@@ -237,7 +226,7 @@ def main(argv: Sequence[str]) -> int:
             check_output(output, OptionError)
         if options.plot:
             plot.check()
-        makers = choose_proposers(options.proposers, PEERS)
+        makers = choose_proposers(options.proposers)
         renderer = None
         if options.model:
             check_model(options.model)
@@ -246,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
             load_traces(path, options.limit, no_loops=options.no_loops, renderer=renderer)
             for path in paths
         ]
-    except (OptionError, TraceError, UsageError) as error:
+    except (OptionError, TraceError) as error:
         arguments.error(str(error))
     results = run(options, makers, files)
     if options.json:

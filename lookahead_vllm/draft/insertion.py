@@ -37,8 +37,8 @@ class _Text:
         return len(self.tokens) > 0
 
 
-class _Arrivals:
-    """The request whose texts come from other members of a fleet."""
+_ARRIVALS = object()
+"""The request whose texts come from other members of a fleet."""
 
 
 class InsertionQueue:
@@ -46,19 +46,14 @@ class InsertionQueue:
 
     Requests take turns of CHUNK_TOKENS tokens; all texts of other members count as one request.
     The length of a step is the time between the last two calls of `end_step`; a step inserts for a
-    share of it, and at most one turn longer. While a device computes, `work_for` inserts more.
-
-    Attributes
-    ----------
-    share, seconds : float
-        Bounds for the time of a step's insertions: a share of the step's length, and seconds. A
-        step takes at least one turn. If `seconds` is infinite, texts are inserted at once.
-    clock : callable
-        Returns the time in seconds.
+    share of it, at least one turn, and at most one turn longer. While a device computes, `work_for`
+    inserts more.
     """
 
     def __init__(self) -> None:
         self.share, self.seconds = SHARE, MAX_SECONDS
+        """A step inserts for this share of its length, and at most for these seconds. If they are
+        infinite, texts are inserted at once."""
         self.clock: Callable[[], float] = perf_counter
         self._left = self.seconds
         """Seconds left for insertions in this step."""
@@ -145,10 +140,10 @@ class InsertionQueue:
             return None
 
     def _has_work(self) -> bool:
-        if self._arrived and _Arrivals not in self._waiting:
+        if self._arrived and _ARRIVALS not in self._waiting:
             text = self._next_arrived()
             if text is not None:
-                self._waiting[_Arrivals] = deque([text])
+                self._waiting[_ARRIVALS] = deque([text])
         return bool(self._waiting)
 
     def _take_turn(self) -> None:

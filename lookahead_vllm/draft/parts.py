@@ -22,25 +22,13 @@ class ForestParts(NamedTuple):
     """bool [d, n]: the nodes of each part."""
 
 
-def cut_into_parts(
-    forest: DraftForest, num_parts: int, is_whole: NDArray[np.bool_] | None = None
-) -> ForestParts:
+def cut_into_parts(forest: DraftForest, num_parts: int, is_whole: NDArray[np.bool_]) -> ForestParts:
     """Cut a forest so that the largest part is as small as a cut in depth-first order allows.
 
     A part is a range of the nodes in depth-first order, and the ancestors of the first one. So two
-    neighbouring parts share no more than one branch.
-
-    Parameters
-    ----------
-    forest : DraftForest
-        t trees.
-    num_parts : int
-        d, at least 1.
-    is_whole : bool [t], optional
-        Trees that are in every part; the first part owns them.
+    neighbouring parts share no more than one branch. Trees that are `is_whole`, bool [t], are in
+    every part; the first part owns them.
     """
-    if is_whole is None:
-        is_whole = np.zeros(len(forest), np.bool_)
     owners, contains = _cut(forest.parents, forest.depths, forest.firsts, num_parts, is_whole)
     return ForestParts(owners, contains)
 

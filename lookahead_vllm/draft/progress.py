@@ -88,12 +88,7 @@ NOTHING_WANTED = WantedDrafts(np.empty(0, np.int64), np.empty(0, np.int64), np.e
 
 
 class Progress:
-    """What the drafting rank knows of every live request.
-
-    Attributes
-    ----------
-    arrays : ProgressArrays
-    """
+    """What the drafting rank knows of every live request."""
 
     def __init__(self) -> None:
         self._rows = RequestRows()

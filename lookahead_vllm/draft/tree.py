@@ -26,21 +26,15 @@ class DraftTree:
 
     Parents precede their children, and likelier nodes come first. Every prefix of the arrays is a
     valid tree too, so the scheduler may cut a draft anywhere.
-
-    Attributes
-    ----------
-    tokens : int32 [n]
-        The draft token of each node.
-    parents : int32 [n]
-        Index of each node's parent, smaller than the node's own; -1 is the root.
-    probs : float32 [n]
-        The proposer's estimate of the probability that the node is accepted, the product along its
-        path, in [0, 1].
     """
 
     tokens: Int32s
+    """int32 [n]"""
     parents: Int32s
+    """int32 [n]: the index of each node's parent, smaller than the node's own; -1 is the root."""
     probs: NDArray[np.float32]
+    """float32 [n]: the proposer's estimate of the probability that the node is accepted, the
+    product along its path, in [0, 1]."""
     depths: Int32s = None  # type: ignore[assignment]  # until __post_init__
     """int32 [n]: 1 for a child of the root; computed from `parents` if omitted."""
     sources: NDArray[np.uint8] = None  # type: ignore[assignment]
@@ -217,10 +211,12 @@ class DraftForest(Sequence[DraftTree]):
             return self
         chained = np.zeros(len(trees), np.bool_)
         kept, parents, firsts = take_nodes(self.parents, self.firsts, trees, sizes, chained)
-        depths = self.depths[kept]
-        return DraftForest(
-            self.tokens[kept], parents, self.probs[kept], depths, self.sources[kept], firsts
-        )
+        return self._of(kept, parents, firsts)
+
+    def _of(self, nodes: Int64s, parents: Int32s, firsts: Int64s) -> DraftForest:
+        """A forest of these nodes, with other parents."""
+        depths, sources = self.depths[nodes], self.sources[nodes]
+        return DraftForest(self.tokens[nodes], parents, self.probs[nodes], depths, sources, firsts)
 
     def at_most(self, num_nodes: int) -> DraftForest:
         """Cut the largest trees to one size, so that there are at most `num_nodes` in all."""
@@ -238,13 +234,8 @@ class DraftForest(Sequence[DraftTree]):
         places = np.cumsum(kept) - 1 - firsts[self.owners]
         parents = self.parents[nodes].astype(np.int64)
         places_of_parents = places[self.firsts[self.owners[nodes]] + parents]
-        return DraftForest(
-            self.tokens[nodes],
-            np.where(parents < 0, -1, places_of_parents).astype(np.int32),
-            self.probs[nodes],
-            self.depths[nodes],
-            self.sources[nodes],
-            firsts,
+        return self._of(
+            nodes, np.where(parents < 0, -1, places_of_parents).astype(np.int32), firsts
         )
 
     def with_empty(self, count: int) -> DraftForest:

@@ -34,12 +34,7 @@ compiled by a hash of the fields of its configs: those hold all that our options
 def make_config(
     args: EngineArgs, options: LookaheadOptions, create: Callable[[], VllmConfig]
 ) -> VllmConfig:
-    """The engine's config with `options`.
-
-    Parameters
-    ----------
-    create
-        Makes vLLM's config from `args`.
+    """The engine's config with `options`; `create` makes vLLM's from `args`.
 
     Raises
     ------

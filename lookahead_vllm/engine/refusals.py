@@ -91,11 +91,14 @@ def _others(config: VllmConfig, options: LookaheadOptions) -> dict[str, object]:
     """Sentences about settings that are not in the table, and whether they apply."""
     from vllm import envs
 
+    from lookahead_vllm.verify import native
+
     model, parallel = config.model_config, config.parallel_config
     executor, worker = parallel.distributed_executor_backend, parallel.worker_cls
     speculation = config.speculative_config
     is_compiled_by_ray = os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND") == "0"
     has_drafter, is_replicated = options.drafter is not None, options.parallel > 1
+    on_cpu = config.device_config.device_type == "cpu"
     drafter_with, leave_one_out = "drafter was given with", "leave one of them out"
     return {
         "VLLM_USE_RUST_FRONTEND=1 is set, but only vLLM's Python front-end passes lookahead's "
@@ -112,8 +115,9 @@ def _others(config: VllmConfig, options: LookaheadOptions) -> dict[str, object]:
         f"worker_cls={worker!r} was given, but lookahead brings its own worker for "
         f"{' and '.join(WORKERS)}; write worker_cls='auto'": worker not in WORKERS,
         f"attention={options.attention!r} was given, but it is a choice for GPUs; leave it out": (
-            config.device_config.device_type == "cpu" and options.attention != "auto"
+            on_cpu and options.attention != "auto"
         ),
+        f"{native.NO_COMPILER}, or {LEAVE_OUT}": on_cpu and native.find_compiler() is None,
         f"model {speculation.model!r} is a draft model, for which vLLM chooses the method "
         f"{speculation.method!r} and serves {model.model!r}; write that model instead, or "
         f"{LEAVE_OUT}": not has_drafter and speculation.method != SPECULATION["method"],

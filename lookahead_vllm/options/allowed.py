@@ -39,22 +39,15 @@ def check_name(
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values of an option: some words, and whole numbers of a range; or a text.
-
-    Attributes
-    ----------
-    numbers
-        The least and the greatest number.
-    text
-        What a text is, in a message.
-    example
-        Recommended in place of a wrong value. None: the default.
-    """
+    """The values of an option: some words, and whole numbers of a range; or a text."""
 
     words: tuple[str, ...] = ()
     numbers: tuple[int, int] | None = None
+    """The least and the greatest."""
     text: str = ""
+    """What the text is, in a message."""
     example: object = None
+    """Recommended in place of a wrong value. None: the default."""
 
     def check(self, name: str, value: Any, default: object) -> None:
         """Raise OptionError if `value`, given for `name`, is not allowed."""

@@ -23,23 +23,20 @@ class WindowShape(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """The most nodes that its comb takes: (N - 1) W - 1, or more while levels are filled."""
-        return max(comb_nodes(*self, filled) for filled in range(1, self.ngram_size))
+        """The most nodes that its comb takes: (N - 1) W - 1, or more while levels are filled.
 
+        A comb has the columns of all filled levels, without the root.
+        """
+        if not self.window_size:
+            return 0
+        return max(filled * self.columns(filled) - 1 for filled in range(1, self.ngram_size))
 
-def columns_of(window_size: int, ngram_size: int, filled: int) -> int:
-    """The columns of a window with `filled` levels, the root's column included.
+    def columns(self, filled: int) -> int:
+        """The columns of a window with `filled` levels, the root's column included.
 
-    The second level and each level after it take a column away; W columns are left in the end.
-    """
-    return window_size + ngram_size - 1 - filled
-
-
-def comb_nodes(window_size: int, ngram_size: int, filled: int) -> int:
-    """The nodes of a comb: the columns of all filled levels, without the root."""
-    if not window_size:
-        return 0
-    return filled * columns_of(window_size, ngram_size, filled) - 1
+        The second level and each level after it take a column away; W columns are left in the end.
+        """
+        return self.window_size + self.ngram_size - 1 - filled
 
 
 def paper_window_size(num_parameters: float) -> int:

@@ -2,11 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
-from types import MappingProxyType
 from typing import Any, cast
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
@@ -14,6 +13,7 @@ from lookahead_vllm.draft.proposers.proposer import Proposer
 from lookahead_vllm.draft.proposers.registry import make_proposer
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.server import CHAIN_LENGTH, HAVE_WINDOW, PROPOSERS, LookaheadOptions
+from lookahead_vllm.simulation.peers import PEERS
 
 Make = Callable[[int, CostCurve | None, int], Proposer]
 """Makes a proposer for a budget in nodes. With a cost curve, it may send fewer. It has a table for
@@ -35,17 +35,10 @@ def proposer_of(
     return proposer
 
 
-def choose_proposers(
-    names: str, peers: Mapping[str, Callable[[], Proposer]] = MappingProxyType({})
-) -> dict[str, Make]:
+def choose_proposers(names: str) -> dict[str, Make]:
     """Parse the names of the proposers to simulate, in order.
 
-    Parameters
-    ----------
-    names : str
-        Names separated by commas, each possibly with settings, as in `ngram_trie:max_nodes=50000`.
-    peers : Mapping[str, Callable]
-        Further proposers by name, without settings.
+    They are separated by commas, each possibly with settings, as in `ngram_trie:max_nodes=50000`.
 
     Raises
     ------
@@ -60,26 +53,26 @@ def choose_proposers(
         if spec in chosen:
             raise OptionError(f"--proposers: {spec} is given twice")
         try:
-            chosen[spec] = _maker(spec, peers)
+            chosen[spec] = _maker(spec)
         except OptionError as error:
             raise OptionError(f"--proposers: {spec}: {error}") from None
     return chosen
 
 
-def _maker(spec: str, peers: Mapping[str, Callable[[], Proposer]]) -> Make:
+def _maker(spec: str) -> Make:
     name, *texts = spec.split(":")
-    if name in peers:
+    if name in PEERS:
         if texts:
             raise OptionError(f"{name} has no settings here; leave {':'.join(texts)} out")
-        peers[name]()  # raises if it is not installed
-        return lambda budget, curve, num_tokens: peers[name]()
+        PEERS[name]()  # raises if it is not installed
+        return lambda budget, curve, num_tokens: PEERS[name]()
     if name in HAVE_WINDOW:
         raise OptionError(
             "it learns from the model's choices, which a recording does not have; measure it with "
             "scripts/bench.py"
         )
     if name not in NAMES:
-        names = [*NAMES, *peers]
+        names = [*NAMES, *PEERS]
         close = get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
         raise OptionError(f"there is no such proposer; {hint}")

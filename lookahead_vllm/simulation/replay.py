@@ -257,35 +257,23 @@ def simulate(
 
     Parameters
     ----------
-    make : callable
-        Makes a new proposer.
     budget : int
         The maximum number of nodes of a tree.
-    files : Sequence[TraceFile]
-        The traces; each file starts from an empty cache.
     modes : Sequence[Mode]
         "cold": all traces of a file, in order. "replay": after all were replayed once.
     curve : CostCurve, optional
         The cost of a step, for the simulated speed-up.
-    pace : Pace
-        How requests come, and how texts are inserted.
     """
     warm_up = make()
     for i, trace in enumerate(files[0].traces[:WARM_UP_TRACES]):
         play(warm_up, trace, f"warm-up-{i}", budget)
     del warm_up
-    played: dict[Mode, list[list[Played]]] = {mode: [] for mode in modes}
-    by_file: dict[Mode, dict[str, Figures]] = {mode: {} for mode in modes}
+    played: dict[Mode, dict[str, list[Played]]] = {mode: {} for mode in MODES}
     for file in files:
-        proposer = make()
-        replay = Replay(proposer, budget, pace)
-        by_mode: dict[Mode, list[Played]] = {"cold": _play_all(replay, file, "1-")}
-        if "replay" in modes:
-            by_mode["replay"] = _play_all(replay, file, "2-")
-        for mode in modes:
-            played[mode].append(by_mode[mode])
-            by_file[mode][str(file.path)] = figures(by_mode[mode], curve)
-    return {mode: _entry(played[mode], by_file[mode], curve) for mode in modes}
+        replay = Replay(make(), budget, pace)
+        for mode in MODES if "replay" in modes else MODES[:1]:
+            played[mode][str(file.path)] = _play_all(replay, file, f"{mode}-")
+    return {mode: _entry(played[mode], curve) for mode in modes}
 
 
 def _play_all(replay: Replay, file: TraceFile, prefix: str) -> list[Played]:
@@ -313,20 +301,22 @@ def figures(played: Sequence[Played], curve: CostCurve | None = None) -> Figures
     }
 
 
-def _entry(
-    files: Sequence[Sequence[Played]], by_file: dict[str, Figures], curve: CostCurve | None
-) -> Entry:
-    everything = [one for file in files for one in file]
+def _entry(files: dict[str, list[Played]], curve: CostCurve | None) -> Entry:
+    everything = [one for file in files.values() for one in file]
     categories: dict[str, list[Played]] = {}
     turns: dict[str, list[Played]] = {}
     for one in everything:
         categories.setdefault(one.category, []).append(one)
         turns.setdefault("later turns" if one.turn else "first turns", []).append(one)
+
+    def of_each(parts: dict[str, list[Played]]) -> dict[str, Figures]:
+        return {name: figures(some, curve) for name, some in parts.items()}
+
     return {
         **figures(everything, curve),
-        "by_category": {name: figures(some, curve) for name, some in categories.items()},
-        "by_file": by_file,
-        "by_turn": {name: figures(some, curve) for name, some in turns.items()},
+        "by_category": of_each(categories),
+        "by_file": of_each(files),
+        "by_turn": of_each(turns),
     }
 
 

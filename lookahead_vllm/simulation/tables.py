@@ -49,16 +49,6 @@ def by_file(entry: Entry) -> Mapping[str, Figures]:
     return dict(zip(names, files.values(), strict=True)) if len({*names}) == len(files) else files
 
 
-def by_category(entry: Entry) -> Mapping[str, Figures]:
-    """The figures of each category."""
-    return entry["by_category"]
-
-
-def by_turn(entry: Entry) -> Mapping[str, Figures]:
-    """The figures of the first turns of sessions, and of their later ones."""
-    return entry["by_turn"]
-
-
 def parts_table(
     results: Results, title: str, parts: Callable[[Entry], Mapping[str, Figures]]
 ) -> str:

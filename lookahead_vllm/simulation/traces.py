@@ -31,7 +31,6 @@ class Trace:
     prompt: Int32s
     output: Int32s
     category: str
-    id: str = ""
     chains: Int32s | None = None
     """int32 [outputs, K, NUM_ALTERNATIVES, 2]: what a trained drafter proposed after each output
     token, as in `draft/progress.py`."""
@@ -75,14 +74,10 @@ def load_traces(
     no_loops: bool = False,
     renderer: Renderer | None = None,
 ) -> TraceFile:
-    """Read a JSON-lines file of objects with `prompt_token_ids` and `output_token_ids`.
+    """Read a file of JSON lines, which `lookahead-vllm simulate --help` describes.
 
-    The keys `id`, `suite`, `category`, `loops` and `chains` are optional. In place of the token
-    ids, a line may have the `turns` of a session: a list of such objects, each of which is prompted
-    with the turns before it and its own `prompt_token_ids`. A chat is a session, too: each answer
-    in its `messages` is a turn. One with which another chat begins is left out, as a log of
-    requests has each conversation once a turn. One that a server would refuse is named and left
-    out.
+    A chat with which another one begins is left out, as a log of requests has each conversation
+    once a turn. One that a server would refuse is named and left out.
 
     Parameters
     ----------
@@ -91,11 +86,11 @@ def load_traces(
     limit : int, optional
         Keep this many traces, after `shuffle` and `no_loops`.
     shuffle : int, optional
-        Shuffle the lines with this seed; the file's order if omitted.
+        Shuffle the lines with this seed.
     no_loops : bool
         Leave out lines with `loops: true`.
     renderer : Renderer, optional
-        Of the model, for lines of text, as `lookahead-vllm cache build` reads them.
+        Of the model, for lines of text.
 
     Raises
     ------
@@ -110,7 +105,9 @@ def load_traces(
         for file in files
         for number, value in read_json_lines(file, TraceError)
     ]
-    lines = [_traces(place, value, renderer) for place, value in _longest(read)]
+    lines = [
+        (_traces(place, line, renderer), bool(line.get("loops"))) for place, line in _longest(read)
+    ]
     if not lines:
         raise TraceError(f"{path} is empty: one JSON object a line is expected")
     num_all = sum(len(traces) for traces, _ in lines)
@@ -150,23 +147,21 @@ def _messages(line: Any) -> Sequence[Any]:
     return messages if isinstance(messages, list) else ()
 
 
-def _traces(place: str, line: Any, renderer: Renderer | None) -> tuple[list[Trace], bool]:
-    """The traces of a line, and its `loops`. `place` names the line in errors."""
+def _traces(place: str, line: Any, renderer: Renderer | None) -> list[Trace]:
+    """The traces of a line, which `place` names in errors."""
     if not isinstance(line, dict):
         raise TraceError(f"{place}: an object with `prompt_token_ids` is expected")
     if not {"turns", "prompt_token_ids", "output_token_ids"} & line.keys():
-        return _rendered(place, line, renderer), bool(line.get("loops"))
+        return _rendered(place, line, renderer)
     if "turns" not in line:
-        return [_trace(place, line)], bool(line.get("loops"))
+        return [_trace(place, line)]
     if not isinstance(line["turns"], list) or not all(isinstance(t, dict) for t in line["turns"]):
         raise TraceError(f"{place}: `turns` must be a list of objects with `prompt_token_ids`")
     turns = [_trace(f"{place}, turn {i}", line | turn) for i, turn in enumerate(line["turns"], 1)]
     parts = [part for turn in turns for part in (turn.prompt, turn.output)]
     text = np.concatenate(parts) if parts else np.empty(0, np.int32)
     ends = np.cumsum([len(part) for part in parts])[::2]  # of the prompts, which share the text
-    prompts = [text[:end] for end in ends.tolist()]
-    sessions = [replace(turn, prompt=own) for turn, own in zip(turns, prompts, strict=True)]
-    return sessions, bool(line.get("loops"))
+    return [replace(turn, prompt=text[:end]) for turn, end in zip(turns, ends, strict=True)]
 
 
 def _rendered(place: str, line: dict[str, Any], renderer: Renderer | None) -> list[Trace]:
@@ -197,7 +192,6 @@ def _trace(place: str, line: dict[str, Any]) -> Trace:
         _token_ids(place, line, "prompt_token_ids"),
         _token_ids(place, line, "output_token_ids"),
         _category(line),
-        str(line.get("id", "")),
         _chains(place, line),
     )
 

@@ -17,20 +17,10 @@ from lookahead_vllm.draft.tree import DraftForest, find_branching
 
 
 def accepted_paths(forest: DraftForest, at_roots: Int32s, at_nodes: Int32s) -> Int32s:
-    """The path of accepted nodes in each tree.
+    """The path of accepted nodes in each of t trees, int32 [t, longest path].
 
-    Parameters
-    ----------
-    forest
-        t trees with n nodes in total.
-    at_roots, at_nodes : int32 [t], int32 [n]
-        The tokens that were sampled at the roots and at the nodes.
-
-    Returns
-    -------
-    int32 [t, longest path]
-        Indices of the accepted nodes within their tree, from the root down, padded with -1. The
-        tokens to emit are the choice at the root and the choices at these nodes.
+    The nodes are indices within their tree, from the root down, padded with -1. `at_roots`, int32
+    [t], and `at_nodes`, int32 [n], are the tokens that were sampled there.
     """
     paths: Int32s = _accept(forest.tokens, forest.parents, forest.firsts, at_roots, at_nodes)
     return paths
@@ -57,21 +47,10 @@ def _accept(
 
 
 def paths_of_tokens(forest: DraftForest, emitted: Int64s, num_emitted: Int32s) -> Int32s:
-    """The path of accepted nodes in each tree, found from the tokens that were emitted.
+    """As `accepted_paths`, from the tokens that each request emitted in the step, int64 [t, m].
 
-    Parameters
-    ----------
-    forest
-        t trees.
-    emitted : int64 [t, m]
-        The tokens that each request emitted in the step that verified its tree.
-    num_emitted : int32 [t]
-        How many tokens; the last one was sampled after the last accepted node.
-
-    Returns
-    -------
-    int32 [t, longest path]
-        As in `accepted_paths`. Valid trees have no equal siblings; of equal ones, the first counts.
+    `num_emitted`, int32 [t], says how many; the last one was sampled after the last accepted node.
+    Valid trees have no equal siblings; of equal ones, the first counts.
     """
     paths: Int32s = _follow(forest.tokens, forest.parents, forest.firsts, emitted, num_emitted)
     return paths
@@ -141,19 +120,9 @@ def emitted_tokens(
 ) -> Int32s:
     """The tokens that each request emits: the choice at its root, then those at accepted nodes.
 
-    Parameters
-    ----------
-    forest, requests : int64 [t]
-        The trees, and the request of each.
-    paths : int32 [t, longest]
-        As in `accepted_paths`.
-    at_roots, at_nodes : int32 [r], int32 [n]
-        The tokens chosen at the roots of all requests, and at the nodes.
-
-    Returns
-    -------
-    int32 [r, 1 + longest]
-        Padded with -1.
+    They are int32 [r, 1 + longest path], padded with -1. `requests`, int64 [t], is the request of
+    each tree, and `paths` as in `accepted_paths`. `at_roots`, int32 [r], has an entry for every
+    request.
     """
     tokens: Int32s = _emit(forest.firsts, requests, paths, at_roots, at_nodes)
     return tokens

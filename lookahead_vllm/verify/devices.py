@@ -18,13 +18,11 @@ _ON_BOTH = ("history", "place", "recurrence", "walk")
 ON_CPUS = {
     **dict.fromkeys(_ON_BOTH, "cpu"),
     "attention": "reference",  # over a GPU's pages; `attention/cpu.py` reads a CPU's
-    "choices": "cpu",
     "latent": "reference",
 }
 ON_GPUS = {
     **dict.fromkeys(_ON_BOTH, "triton"),
     "attention": "triton",
-    "choices": "reference",
     "latent": "triton",
 }
 

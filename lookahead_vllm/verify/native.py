@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
@@ -14,8 +13,6 @@ from pathlib import Path
 import torch  # noqa: F401  before the library, so that both use the OpenMP runtime of torch
 
 from lookahead_vllm.kernel_folder import cache_dir
-
-logger = logging.getLogger(f"vllm.{__name__}")
 
 _SOURCES = sorted(Path(__file__).parent.glob("*/cpu.cpp"))
 # No -ffast-math: masked scores are -inf, and unused slots may hold NaN.
@@ -29,8 +26,15 @@ _MAX_SECONDS = 300.0
 _LOAD_ERRORS = (OSError, AttributeError, UnicodeDecodeError)
 """What loading a library raises. ctypes decodes the loader's message, which names the file, as
 strict UTF-8."""
-ERRORS = (*_LOAD_ERRORS, subprocess.SubprocessError)
-"""What building and loading it raise."""
+
+NO_COMPILER = (
+    "lookahead compiles kernels for this CPU, but there is no C++ compiler; install g++, or set CXX"
+)
+
+
+class KernelError(RuntimeError):
+    """The kernels for CPUs cannot be compiled or loaded."""
+
 
 pointer, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -41,50 +45,34 @@ def fields(kind: type, *names: str) -> list[tuple[str, type]]:
 
 
 @functools.cache
-def load() -> ctypes.CDLL | None:
-    """The compiled library, or None if it cannot be built or loaded; the log says why, once.
+def load() -> ctypes.CDLL:
+    """The compiled library.
 
-    A build takes seconds, so an engine calls this at start-up.
+    A build takes seconds, so an engine calls this at start-up. Builds are kept in
+    `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and CPU.
+
+    Raises
+    ------
+    KernelError
+        One sentence, which may be followed by what the compiler or the loader says.
     """
+    if (compiler := find_compiler()) is None:
+        raise KernelError(NO_COMPILER)
     try:
-        return built()
-    except ERRORS as error:
-        logger.warning("Tree attention runs on plain torch; its kernel cannot be used: %s", error)
-        return None
+        path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
+        if path.exists():
+            with suppress(*_LOAD_ERRORS):  # damaged: build it again
+                return _open(path)
+        _build(compiler, path)
+        return _open(path)
+    except (*_LOAD_ERRORS, subprocess.SubprocessError) as error:
+        raise KernelError(f"lookahead's kernels for CPUs cannot be used: {error}") from error
 
 
-def built() -> ctypes.CDLL:
-    """The compiled library; one of ERRORS if it cannot be built or loaded.
-
-    Builds are kept in `kernel_folder.cache_dir()`, named by a hash of sources, flags, compiler and
-    CPU.
-    """
-    compiler = _compiler()
-    path = cache_dir() / f"verify-{_fingerprint(compiler)}.so"
-    if path.exists():
-        with suppress(*_LOAD_ERRORS):  # damaged: build it again
-            return _open(path)
-    _build(compiler, path)
-    return _open(path)
-
-
-def available() -> bool:
-    """Whether the compiled kernels can be used; the first call may build them."""
-    return load() is not None
-
-
-def reads_packed() -> bool:
-    """Whether the compiled tree attention reads the packed layout, which takes AVX512-BF16."""
-    library = load()
-    return library is not None and bool(library.lookahead_reads_packed())
-
-
-def _compiler() -> str:
+def find_compiler() -> str | None:
+    """The C++ compiler: `$CXX`, `g++` or `c++`."""
     names = filter(None, (os.environ.get("CXX"), "g++", "c++"))
-    compiler = next(filter(None, map(shutil.which, names)), None)
-    if compiler is None:
-        raise FileNotFoundError("there is no C++ compiler (g++, c++ or $CXX)")
-    return compiler
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def _fingerprint(compiler: str) -> str:
@@ -129,16 +117,15 @@ def _run(command: list[str], **environment: str) -> str:
 
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for name, arguments in (
-        ("tree_attention", [pointer, pointer, i32]),
-        ("move_kv", [pointer, i64, i64, i64, i64, pointer, pointer, i32, i32]),
-        ("top_choices", [pointer, i32, i64, i64, i64, pointer, i32, i32, pointer]),
-    ):
+    of_layers = [pointer, pointer, i32, i32], i32
+    for name, (arguments, result) in {
+        "tree_attention": ([pointer, pointer, i32], None),
+        "reads_packed": ([], i32),
+        "move_kv": ([pointer, i64, i64, i64, i64, pointer, pointer, i32, i32], None),
+        "mamba2": of_layers,
+        "gated_delta": of_layers,
+        "convolution": of_layers,
+    }.items():
         function = getattr(library, f"lookahead_{name}")
-        function.argtypes, function.restype = arguments, None
-    for name in ("mamba2", "gated_delta", "convolution"):
-        function = getattr(library, f"lookahead_{name}")
-        function.argtypes, function.restype = [pointer, pointer, i32, i32], i32
-    library.lookahead_reads_packed.argtypes = []
-    library.lookahead_reads_packed.restype = i32
+        function.argtypes, function.restype = arguments, result
     return library

@@ -130,12 +130,11 @@ def test_a_kv_layout_without_trees_is_noted(monkeypatch: pytest.MonkeyPatch) -> 
         assert check.find_cpu_attention().status == status
 
 
-def test_kernels_that_do_not_compile_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_do_not_compile_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.find_compiled_kernels().status == "ok"
 
     def fail() -> None:
-        raise OSError("it did not build\nline by line")
+        raise native.KernelError("it did not build\nline by line")
 
-    monkeypatch.setattr(native, "built", fail)
-    found = check.find_compiled_kernels()
-    assert found == Finding("note", "tree attention runs on plain torch: it did not build")
+    monkeypatch.setattr(native, "load", fail)
+    assert check.find_compiled_kernels() == Finding("FAILS", "it did not build")

@@ -67,7 +67,7 @@ def test_the_largest_part_is_about_as_small_as_possible(
     forest: DraftForest, num_parts: int
 ) -> None:
     """A cut through a tree shares at most one branch."""
-    parts = cut_into_parts(forest, num_parts)
+    parts = cut_into_parts(forest, num_parts, np.zeros(len(forest), np.bool_))
     largest = int(parts.contains.sum(axis=1).max())
     shared = int(forest.depths.max(initial=1)) - 1
     best = smallest_largest_part(forest, num_parts)
@@ -76,6 +76,6 @@ def test_the_largest_part_is_about_as_small_as_possible(
 
 def test_branches_that_share_only_the_root_are_divided_evenly() -> None:
     chains = DraftTree.from_lists(range(12), [-1, 0, 1, -1, 3, 4, -1, 6, 7, -1, 9, 10])
-    parts = cut_into_parts(DraftForest.of([chains]), 4)
+    parts = cut_into_parts(DraftForest.of([chains]), 4, np.zeros(1, np.bool_))
     assert parts.contains.sum(axis=1).tolist() == [3, 3, 3, 3]
     assert parts.owners.tolist() == sorted([0, 1, 2, 3] * 3)

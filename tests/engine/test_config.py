@@ -364,6 +364,19 @@ def test_replicas_are_not_started_by_ray(served: Any, monkeypatch: pytest.Monkey
     assert "does not run in a compiled graph of Ray; unset it" in sentences
 
 
+def test_a_cpu_needs_a_compiler_and_a_gpu_does_not(
+    model: Path, served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(OptionError, match=r"^lookahead compiles .*; install g\+\+, or set CXX, or"):
+        made(model, speculative_config={"method": "lookahead"})
+    for device, is_refused in (("cpu", True), ("cuda", False)):
+        monkeypatch.setattr(served.device_config, "device_type", device)
+        sentences = refusals.refusals(served, LookaheadOptions())
+        assert any("C++ compiler" in sentence for sentence in sentences) == is_refused
+
+
 def test_the_rust_front_end_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes to the engine's socket itself, without options and namespaces."""
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")

@@ -218,7 +218,7 @@ def test_layers_without_kernels_stop_start_up(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OptionError, match=r"OlmoHybridGatedDeltaNet.*leave lookahead out"):
         recurrent.start([group], layers, torch.device("cpu"), 6)
     own = type("MambaMixer2", (), {"kv_cache": [torch.zeros(2, 4, dtype=torch.float16)]})()
-    with pytest.raises(OptionError, match="need a C\\+\\+ compiler and float32 or bfloat16"):
+    with pytest.raises(OptionError, match="need float32 or bfloat16"):
         recurrent.start([group], {"one": own}, torch.device("cpu"), 6)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from lookahead_vllm.verify.attention.cpu import keys_and_values
+from lookahead_vllm.verify.moves.cpu import keys_and_values
 
 LAST_BITS = 4e-6
 """How much another order of additions may change a logit, a key or a value in float32, relative to

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.verify import native
 from lookahead_vllm.verify.attention import PagedCall, paged_attention
-from lookahead_vllm.verify.attention.cpu import TreeCall, tree_attention
+from lookahead_vllm.verify.attention.cpu import TreeCall, supported, tree_attention
 from lookahead_vllm.verify.layout.paged_batch import CAUSAL, PagedBatch, query_tokens
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from tests.support.packing import pack
@@ -56,7 +55,7 @@ class AttentionCase:
     fused: bool = False
     """The query is a view into a QKV tensor, the cache a view into a larger one."""
     packed: bool = False
-    """vLLM's layout for AMX; ignored unless `dtype` is bfloat16."""
+    """vLLM's layout for AMX; ignored where it is not supported."""
     nan_node: bool = False
     """The last node of each tree has a NaN key and inf values."""
     seed: int = 0
@@ -106,7 +105,8 @@ class AttentionCase:
             v_cache[blocks_of, :, slots % self.block_size] = v[slots]
             self.keys.append(k)
             self.values.append(v)
-        self.packed = self.packed and self.dtype == torch.bfloat16
+        shape = self.head_size, self.dtype, self.block_size
+        self.packed = self.packed and supported(*shape, packed=True)
         if self.packed:
             pack(self.kv_cache)
 
@@ -122,10 +122,8 @@ class AttentionCase:
     def sink_logits(self) -> torch.Tensor | None:
         return torch.linspace(-1, 2, self.heads).to(self.dtype) if self.sinks else None
 
-    def run(self, impl: str, batch: TreeBatch | None = None) -> torch.Tensor:
+    def run(self, batch: TreeBatch | None = None) -> torch.Tensor:
         """Call `tree_attention`; returns the output, [tokens, heads, head_size]."""
-        if self.packed and impl == "cpu" and not native.reads_packed():
-            impl = "auto"
         call = TreeCall(
             self.query,
             self.kv_cache,
@@ -139,7 +137,7 @@ class AttentionCase:
             sinks=self.sink_logits,
             packed=self.packed,
         )
-        tree_attention(call, impl)
+        tree_attention(call)
         return self.output.view(len(self.query), self.heads, self.head_size)
 
     def reference(self) -> torch.Tensor:
@@ -177,10 +175,10 @@ class AttentionCase:
                     output[start + row, head] = p @ v[attended_slots, head // group].double()
         return output
 
-    def check(self, impl: str, atol: float = 2e-5) -> None:
+    def check(self, atol: float = 2e-5) -> None:
         """Compare the output with the reference; rows outside of trees must stay NaN."""
         expected, rtol = self.reference(), ROUNDING[self.dtype]
-        result = self.run(impl).double()
+        result = self.run().double()
         torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""Compiled kernels are built once and kept; without them a start goes on, and the log says why."""
+"""Compiled kernels are built once and kept; without them one error says why."""
 
 import functools
 import os
@@ -17,7 +17,6 @@ from lookahead_vllm.verify import native
 from tests.support.attention_cases import ROUNDING, AttentionCase, random_tree
 
 ROOT = Path(__file__).parents[3]
-native_only = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -28,16 +27,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     cache_dir.cache_clear()
     yield cache_dir()
     cache_dir.cache_clear()
-
-
-@pytest.fixture
-def log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> pytest.LogCaptureFixture:
-    caplog.set_level("INFO", native.logger.name)
-    monkeypatch.setattr(native.logger, "handlers", [caplog.handler])
-    monkeypatch.setattr(native.logger, "propagate", False)
-    return caplog
 
 
 @pytest.fixture
@@ -53,17 +42,16 @@ def choose_compiler(script: str, folder: Path, patch: pytest.MonkeyPatch) -> Non
     patch.setenv("CXX", str(program))
 
 
-@native_only
 @pytest.mark.usefixtures("quick_build")
 def test_a_damaged_build_is_rebuilt(folder: Path) -> None:
-    compiler = native._compiler()
+    compiler = native.find_compiler()
+    assert compiler is not None
     path = folder / f"verify-{native._fingerprint(compiler)}.so"
     path.write_bytes(b"not a library")
-    assert native.available()
+    native.load()
     assert list(folder.iterdir()) == [path]
 
 
-@native_only
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are for x86")
 @pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f", "-march=x86-64"])
 def test_builds_for_older_processors_are_exact(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,18 +59,17 @@ def test_builds_for_older_processors_are_exact(flag: str, monkeypatch: pytest.Mo
     trees = [random_tree(np.random.default_rng(4), 17), DraftTree.chain(range(3))]
     options = {"window": 150, "alibi": True, "soft_cap": 30.0, "sinks": True, "nan_node": True}
     for dtype in ROUNDING:
-        AttentionCase(trees, [300, 5], head_size=80, block_size=48, dtype=dtype).check("cpu")
-        AttentionCase(trees, [300, 5], head_size=64, dtype=dtype, **options).check("cpu")
+        AttentionCase(trees, [300, 5], head_size=80, block_size=48, dtype=dtype).check()
+        AttentionCase(trees, [300, 5], head_size=64, dtype=dtype, **options).check()
 
 
-def test_without_a_compiler_torch_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+def test_without_a_compiler_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert not native.available()
-    assert "compiler" in log.text
-    AttentionCase([DraftTree.from_lists([1, 2], [-1, -1])], [4]).check("auto")
+    with pytest.raises(native.KernelError, match="there is no C\\+\\+ compiler; install g\\+\\+"):
+        native.load()
 
 
 @pytest.mark.parametrize(
@@ -95,37 +82,34 @@ def test_without_a_compiler_torch_is_used(
         ("exit 0", "file too short"),
     ],
 )
-def test_an_unusable_compiler_is_named_and_torch_is_used(
-    script: str,
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    log: pytest.LogCaptureFixture,
+def test_an_unusable_compiler_is_named(
+    script: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "_MAX_SECONDS", 3)
     choose_compiler(script, tmp_path, monkeypatch)
-    assert not native.available()
-    (message,) = log.messages
+    with pytest.raises(native.KernelError) as error:
+        native.load()
+    message = str(error.value)
     assert message.endswith(says) and "b'" not in message
 
 
-@native_only
 @pytest.mark.usefixtures("quick_build")
 def test_a_compiler_may_print_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prints = r'printf "\244\242" | tee /dev/stderr'
-    choose_compiler(f'{prints}; exec {native._compiler()} "$@"', tmp_path, monkeypatch)
-    assert native.available()
+    choose_compiler(f'{prints}; exec {native.find_compiler()} "$@"', tmp_path, monkeypatch)
+    native.load()
 
 
 LOADS = """
-import logging, sys
-logging.basicConfig(stream=sys.stdout)
 from lookahead_vllm.verify import native
-native.load()
+try:
+    native.load()
+except native.KernelError as error:
+    print(error)
 """
 
 
-def test_its_messages_can_be_logged_in_an_ascii_locale(
+def test_its_messages_can_be_printed_in_an_ascii_locale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose_compiler('echo "no ‘file’" >&2; [ "$1" = --version ]', tmp_path, monkeypatch)

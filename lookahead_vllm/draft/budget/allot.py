@@ -48,8 +48,7 @@ def allot(forest: DraftForest, progress: int, prices: StepPrices) -> Allotment:
     forest : DraftForest
         Trees whose `probs` never rise from one node to the next.
     progress : int
-        What the step is worth without nodes, `Load.progress`. Prompts in the step count as further
-        requests there, since nodes delay them.
+        `Load.progress`.
     prices : StepPrices
         For at least the forest's nodes.
     """

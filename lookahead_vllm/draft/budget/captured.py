@@ -13,17 +13,10 @@ from numpy.typing import NDArray
 
 
 class GraphTimes:
-    """The sizes of captured graphs, and the time of a pass in each.
+    """The sizes of captured graphs, in rising numbers of tokens, and the time of a pass in each.
 
-    The times never fall: one below an earlier one is raised to it.
-
-    Parameters
-    ----------
-    sizes : Sequence[int]
-        Numbers of tokens, increasing, at least 1; possibly none.
-    times : Sequence[float]
-        The cost of a pass in each graph, above 0, in the unit of the cost curve. Attention to the
-        context is left out, as in the curve.
+    The times are in the unit of the cost curve, and leave attention to the context out, as it does.
+    They never fall: one below an earlier one is raised to it.
     """
 
     def __init__(self, sizes: Sequence[int] = (), times: Sequence[float] = ()) -> None:
@@ -62,3 +55,7 @@ class CapturedSizes(NamedTuple):
     """For steps without drafts, by the number of requests, each of which has one token."""
     with_drafts: GraphTimes
     """For steps with drafts, by the number of tokens: one for each request, and the nodes."""
+
+
+NO_GRAPHS = GraphTimes()
+NOTHING_CAPTURED = CapturedSizes(NO_GRAPHS, NO_GRAPHS)

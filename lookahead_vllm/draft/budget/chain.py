@@ -39,12 +39,7 @@ class ChainWorth:
 
     The first pass of the drafter has to run after every step. The further ones, which make the rest
     of its chain, run while the speed-up from their tokens is larger than the slow-down from their
-    time.
-
-    Parameters
-    ----------
-    seconds : float
-        The time of the further passes.
+    time, `seconds`.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -55,12 +50,8 @@ class ChainWorth:
     def observe(self, forest: DraftForest, paths: Int32s, num_emitted: int) -> None:
         """Learn from a step, if it was drafted with the whole chain.
 
-        Parameters
-        ----------
-        paths : int32 [t, longest]
-            The accepted nodes of each tree, as in `acceptance.accepted_paths`.
-        num_emitted
-            The tokens of all requests of the step.
+        `paths` are as in `acceptance.accepted_paths`. All requests have emitted `num_emitted`
+        tokens.
         """
         if self._pause:
             return
@@ -110,12 +101,8 @@ class TrieWorth:
     def observe(self, proposed: Int32s, tokens: Int64s, counts: Int32s) -> None:
         """Learn from a step that has waited.
 
-        Parameters
-        ----------
-        proposed : int32 [r, k]
-            The drafter's chain after each request's root, or UNKNOWN.
-        tokens, counts : int64 [r, w], int32 [r]
-            What the requests have emitted, and how many tokens that is.
+        `proposed`, int32 [r, k], is the drafter's chain after each request's root, or UNKNOWN.
+        `tokens`, int64 [r, w], and `counts`, int32 [r], are what the requests have emitted.
         """
         most = min(proposed.shape[1], tokens.shape[1])
         agrees = np.logical_and.accumulate(proposed[:, :most] == tokens[:, :most], axis=1)

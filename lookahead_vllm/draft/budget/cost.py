@@ -9,7 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
+from lookahead_vllm.draft.budget.captured import (
+    NO_GRAPHS,
+    NOTHING_CAPTURED,
+    CapturedSizes,
+    GraphTimes,
+)
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.tree import DraftForest, find_branching
 
@@ -38,8 +43,6 @@ that decode. Measured in docs/experiments.md."""
 GAUSS_SEIDEL_SWEEPS = 30
 """The number of sweeps over the weights after each step."""
 
-NO_GRAPHS = GraphTimes()
-
 Floats = NDArray[np.float64]
 
 
@@ -48,22 +51,13 @@ class CostCurve:
 
     The unit is the caller's. The curve is piecewise linear through the measured points, constant
     below the first one, and continues with the last slope above the last one. It never falls: a
-    point below an earlier one is raised to it. Up to the largest of `graphs` it has plateaus:
-    the time of the smallest graph that holds the tokens.
-
-    Parameters
-    ----------
-    sizes : Sequence[int]
-        Numbers of tokens, increasing, at least 1.
-    times : Sequence[float]
-        The cost of a pass over each number of tokens; the first one is above 0.
-    graphs : GraphTimes
-        The captured graphs that run such passes, if there are any.
+    point below an earlier one is raised to it. Up to the largest of `graphs`, which run such
+    passes, it has plateaus: the time of the smallest graph that holds the tokens.
 
     Raises
     ------
     ValueError
-        There are no points, or `sizes` and `times` are not as above.
+        There are no points, the sizes do not rise, or a time is not above 0.
     """
 
     def __init__(
@@ -149,15 +143,7 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of_decodes(cls, forest: DraftForest, contexts: Int64s, all_contexts: Int64s) -> StepWork:
-        """The work of a step whose requests all decode.
-
-        Parameters
-        ----------
-        forest, contexts : int64 [t]
-            The trees with nodes, and the context length of each.
-        all_contexts : int64 [r]
-            The context lengths of all requests.
-        """
+        """The work of a step whose r requests all decode; t of them have a tree in `forest`."""
         nodes, requests = forest.num_nodes, len(all_contexts)
         attended = _attended(forest.parents, forest.firsts, contexts, all_contexts)
         return cls(requests + nodes, requests, nodes, *attended)
@@ -231,18 +217,11 @@ class StepCost:
         The time of one row for each token of context, in a chain and in a branching tree.
     drafts : float
         The time that drafts add to a step, however many they are.
-    captured : CapturedSizes, optional
-        The captured graphs of the whole model. `curve` is then a pass outside these graphs, with or
-        without drafts.
-
+    captured : CapturedSizes
+        The captured graphs of the whole model; `curve` is a pass outside of them.
     parts : int
         The devices that compute equal parts of a step's nodes at once. A device's own nodes are
         the `nodes` of StepWork.
-
-    Attributes
-    ----------
-    chain : float
-        The time of a trained drafter's passes after its first one.
 
     Raises
     ------
@@ -257,7 +236,7 @@ class StepCost:
         causal: float = 0.0,
         trees: float = 0.0,
         drafts: float = 0.0,
-        captured: CapturedSizes | None = None,
+        captured: CapturedSizes = NOTHING_CAPTURED,
         parts: int = 1,
     ) -> None:
         costs = (context, causal, trees, drafts)
@@ -267,10 +246,9 @@ class StepCost:
         self.captured = captured
         self.parts = parts
         self.chain = 0.0
-        self._without_drafts = self._with_drafts = curve
-        if captured is not None:
-            self._without_drafts = curve.with_graphs(captured.without_drafts)
-            self._with_drafts = curve.with_graphs(captured.with_drafts)
+        """The time of a trained drafter's passes after its first one."""
+        self._without_drafts = curve.with_graphs(captured.without_drafts)
+        self._with_drafts = curve.with_graphs(captured.with_drafts)
         self._start = np.array([1.0, 0.0, drafts, 0.0, 0.0, context, causal, trees])
         one = float(curve(1))
         row = 0.5 * max(causal, trees)
@@ -333,16 +311,8 @@ class StepCost:
     def prices(self, contexts: Int64s, load: Load, num_nodes: int) -> StepPrices:
         """The time of the step without drafts and prompts, and what up to `num_nodes` nodes add.
 
-        All of these are without the slowdown.
-
-        Parameters
-        ----------
-        contexts : int64 [t]
-            The committed tokens before the root, of the requests that decode.
-        load : Load
-            The step's other work.
-        num_nodes : int
-            The largest number of nodes, of all requests together.
+        All of these are without the slowdown. `contexts`, int64 [t], are the committed tokens
+        before the root, of the requests that decode.
         """
         scale, fixed, drafts, request, node, read, causal, trees = self.weights.tolist()
         waiting, drafts = (drafts, 0.0) if load.waits else (0.0, drafts)

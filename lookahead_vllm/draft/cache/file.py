@@ -85,23 +85,16 @@ def save(
     written. An array that contains numbers must precede the array that counts them, as edges
     precede counters. `facts` must be older than all arrays.
 
-    Edges of live requests' own texts are written as zeros.
+    Edges of live requests' own texts are written as zeros. Returns the size of the file in bytes.
 
     Parameters
     ----------
-    path : Path
-        The file; its directory must exist.
     arrays, facts
         The result of `NGramTrieProposer.snapshot`.
     tokenizer : str
         The fingerprint of the tokenizer.
     after_chunk : callable
         Called after each chunk. It may sleep, and an exception from it cancels the save.
-
-    Returns
-    -------
-    int
-        The size of the file in bytes.
 
     Raises
     ------
@@ -149,8 +142,6 @@ def load(
 
     Parameters
     ----------
-    path : Path
-        The file.
     tokenizer : str, optional
         The fingerprint that the file must have; any if omitted.
 
@@ -172,13 +163,7 @@ def load(
 
 
 def read_about(path: Path) -> About:
-    """Read only what the file tells of itself.
-
-    Raises
-    ------
-    RefusedFileError, OSError
-        As `load`.
-    """
+    """Read only what the file tells of itself; errors are those of `load`."""
     with _parts(path) as parts:
         return _about(parts)
 

@@ -36,16 +36,8 @@ class CacheKeeper:
     cache; a refused file is set aside. Until `close`, a thread saves the file every `interval`
     seconds if the proposer has learned something.
 
-    Parameters
-    ----------
-    proposer : NGramTrieProposer
-        The proposer; it may run while the file is saved.
-    path : Path
-        The file; its directory must exist.
-    interval : float
-        Seconds between two saves; 0 saves only on `close`.
-    tokenizer : str
-        The `fingerprint` (cache/file.py) of the tokenizer in use.
+    The proposer may run meanwhile. With an interval of 0, the file is saved only on `close`.
+    `tokenizer` is the `fingerprint` (cache/file.py) of the one in use.
     """
 
     def __init__(

@@ -52,17 +52,9 @@ class Renderer(Protocol):
 
 
 def check_texts(path: Path) -> int:
-    """Check every line of a file of texts.
+    """Check every line of a file of texts; returns its largest token id, -1 if it has none.
 
-    Parameters
-    ----------
-    path : Path
-        In a `.jsonl` file, each line is a text. Any other file is one document in UTF-8.
-
-    Returns
-    -------
-    int
-        The largest token id in the file; -1 if it has none.
+    In a `.jsonl` file, each line is a text. Any other file is one document in UTF-8.
 
     Raises
     ------
@@ -144,14 +136,7 @@ def _prompt_and_answer(line: Mapping[str, Any]) -> tuple[Any, Any]:
 def read_texts(path: Path, renderer: Renderer, skip: Callable[[str], object]) -> Iterator[Text]:
     """Read the texts of a file that `check_texts` has checked, in order.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    renderer : Renderer
-        Of the model that is to serve.
-    skip : callable
-        Called with one sentence for each line that a server would refuse.
+    `skip` is called with one sentence for each line that a server would refuse.
     """
     for place, line in _lines(path):
         try:
@@ -203,7 +188,7 @@ def _num_common(a: list[int], b: list[int]) -> int:
     )
 
 
-def learn(proposer: NGramTrieProposer, text: Text, namespace: str = "") -> None:
+def learn(proposer: NGramTrieProposer, text: Text, namespace: str | None = "") -> None:
     """Feed the text to the proposer as a request."""
     proposer.start("warming", text.prompt, namespace)
     read(proposer, {"warming": text.answer})

@@ -67,8 +67,6 @@ class Exchange:
 
     Parameters
     ----------
-    member : Member
-        What is sent, and where it goes.
     connect : callable
         Returns a client for the server, `redis.Redis` with `protocol=2`, which connects when it is
         used.
@@ -245,15 +243,15 @@ class Exchange:
             self._read_tail(new[0])
             self._due.pop(new.popleft(), None)
         while self._due and self._member.has_room:
-            digests = [digest for digest in self._due if digest in followed]
-            digests = digests[:STREAMS_AT_A_TIME]
+            digests = [digest for digest in self._due if digest in followed][:STREAMS_AT_A_TIME]
+            if not digests:
+                self._due.clear()
+                return
             pipe = self._client.pipeline(transaction=False)
             positions = [followed.get(digest, NOTHING_READ) for digest in digests]
             for digest, position in zip(digests, positions, strict=True):
                 pipe.xrange(self._key(digest), position, count=MESSAGES_AT_A_TIME)
-            answers = pipe.execute(raise_on_error=False) if digests else []
-            if not digests:
-                self._due.clear()
+            answers = pipe.execute(raise_on_error=False)
             for digest, position, answer in zip(digests, positions, answers, strict=True):
                 del self._due[digest]
                 if isinstance(answer, Exception):

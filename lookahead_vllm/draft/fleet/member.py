@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lookahead_vllm.draft.fleet.pieces import PieceInserter, Pieces
+from lookahead_vllm.draft.fleet.pieces import Pieces, inserter
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.trie.namespaces import MAX_NAMESPACES, digest_of
@@ -39,16 +39,11 @@ class _Step(NamedTuple):
 
 
 class Outbox:
-    """Collects steps in O(1); another thread takes them and does the rest.
-
-    Attributes
-    ----------
-    dropped : int
-        Tokens that were not taken in time.
-    """
+    """Collects steps in O(1); another thread takes them and does the rest."""
 
     def __init__(self) -> None:
         self.dropped = 0
+        """Tokens that were not taken in time."""
         self._steps: deque[_Step] = deque()
         self._num_tokens = 0
         self._lock = threading.Lock()
@@ -103,22 +98,16 @@ class Member:
 
     The thread that runs steps calls `follow` and `send`. Another one calls the rest. From the
     start, the default namespace is followed, and those that the proposer's snapshot followed.
-
-    Attributes
-    ----------
-    outbox : Outbox
-    followed : dict of str to str
-        The namespaces whose messages are read, by digest: the id of the last message that was
-        read, or NOTHING_READ.
-    new : deque of str
-        Those of them whose latest messages the other thread has to read, whatever was read before.
     """
 
     def __init__(self, proposer: NGramTrieProposer) -> None:
         self.outbox = Outbox()
         self.send = self.outbox.add
         self.followed: dict[str, str] = {}
+        """The namespaces whose messages are read, by digest: the id of the last message that was
+        read, or NOTHING_READ."""
         self.new: deque[str] = deque(maxlen=MAX_NAMESPACES)
+        """Those whose latest messages the other thread has to read, whatever was read before."""
         self._trie, self._insertion = proposer.trie, proposer.insertion
         self._spaces: dict[str, int] = {}
         self._digests: dict[int, str] = {}
@@ -128,7 +117,7 @@ class Member:
         proposer.fleet = self
         # Compiles the kernel, so that no step waits for the compiler.
         nothing = Pieces(empty_hashes()[None], np.ones(1, np.int64), np.zeros(1, np.int32))
-        PieceInserter(proposer.trie, NO_SPACE, nothing)(nothing.tokens)
+        inserter(proposer.trie, NO_SPACE, nothing)(nothing.tokens)
 
     def follow(self, digest: str, space: int, position: str | None = None) -> None:
         """Read the namespace's messages from now on.
@@ -169,8 +158,7 @@ class Member:
         """Insert these pieces of another member, when steps have time for it."""
         space = self._spaces.get(digest)
         if space is not None:
-            inserter = PieceInserter(self._trie, space, pieces)
-            self._insertion.arrive(inserter, pieces.tokens)
+            self._insertion.arrive(inserter(self._trie, space, pieces), pieces.tokens)
 
     def insert_if_idle(self) -> None:
         """Insert what has arrived if no steps run."""

@@ -6,6 +6,7 @@ each). With the hashes, a piece is inserted as if its request had run here; they
 tokens before the piece (`draft/trie/suffix.py`), so no more of the prompt is sent.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -88,21 +89,16 @@ def unpack(message: bytes, vocab_size: int) -> Pieces:
     return Pieces(hashes.reshape(count, NUM_HASHES), sizes, tokens.astype(np.int32))
 
 
-class PieceInserter:
-    """Inserts pieces into one space of a trie, a few tokens at a time."""
+def inserter(trie: Trie, space: int, pieces: Pieces) -> Callable[[Int32s], None]:
+    """A function that inserts the next tokens of these pieces, int32 [n], into a space."""
+    ends, inserted = np.cumsum(pieces.sizes), 0
 
-    def __init__(self, trie: Trie, space: int, pieces: Pieces) -> None:
-        self._trie, self._space = trie, space
-        self._hashes = pieces.hashes
-        self._ends = np.cumsum(pieces.sizes)
-        self._next = 0
-        """The number of tokens that were inserted."""
+    def insert(tokens: Int32s) -> None:
+        nonlocal inserted
+        _insert(trie.arrays, space, pieces.hashes, ends, inserted, tokens)
+        inserted += len(tokens)
 
-    def __call__(self, tokens: Int32s) -> None:
-        """Insert the next `tokens`, int32 [n]."""
-        arrays = self._trie.arrays
-        _insert(arrays, self._space, self._hashes, self._ends, self._next, tokens)
-        self._next += len(tokens)
+    return insert
 
 
 @kernel

@@ -37,16 +37,12 @@ class LookaheadBranch:
     nodes that came from the windows' n-grams, for each comb sent. If the cost of a step has been
     measured, a step sends the combs of all its requests when they are worth more than they cost,
     else none.
-
-    Attributes
-    ----------
-    worth : float
-        Tokens that a comb gains, on average.
     """
 
     def __init__(self, shape: WindowShape) -> None:
         self.windows = Windows(shape)
         self.worth = PRIOR_TOKENS
+        """Tokens that a comb gains, on average."""
         self._has_window = shape.window_size > 0
         capacity = self.windows.request_rows.capacity
         self._sent = np.zeros(capacity, np.bool_)

@@ -18,7 +18,7 @@ from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import DraftForest, ForestArrays, first_nodes
-from lookahead_vllm.options.window import WindowShape, columns_of
+from lookahead_vllm.options.window import WindowShape
 
 ROOT, ABSENT = -1, -2  # in `cells`, in addition to node indices
 
@@ -48,12 +48,17 @@ class VerifiedCombs(NamedTuple):
     """int32 [n]: the likeliest token after each node."""
 
 
-class _WindowArrays(NamedTuple):
+class WindowArrays(NamedTuple):
     """The arrays of `Windows`, as the kernels take them."""
 
     tokens: Int32s
+    """int32 [capacity, N - 1, W + N - 2]: the guess in each level and column. Column 0 of level 0
+    is the root, which has no guess."""
     cells: Int32s
+    """int32 [capacity, N - 1, W + N - 2]: the node of each guess in the tree that was sent last;
+    ROOT, or ABSENT."""
     filled: Int32s
+    """int32 [capacity]: the number of filled levels."""
     seeds: Int32s
     """int32 [capacity, 1 + _NUM_SEEDS]: the number of seeds, then the seeds."""
     draws: NDArray[np.uint64]
@@ -61,45 +66,29 @@ class _WindowArrays(NamedTuple):
 
 
 class Windows:
-    """The windows of the live requests, all of one shape, each at its own phase.
-
-    Attributes
-    ----------
-    tokens : int32 [capacity, N - 1, W + N - 2]
-        The guess in each level and column. Column 0 of level 0 is the root, which has no guess.
-    cells : int32 [capacity, N - 1, W + N - 2]
-        The node of each guess in the tree that was sent last; ROOT, or ABSENT.
-    filled : int32 [capacity]
-        The number of filled levels.
-    """
+    """The windows of the live requests, all of one shape, each at its own phase."""
 
     def __init__(self, shape: WindowShape) -> None:
         self.request_rows = RequestRows()
         capacity, levels = self.request_rows.capacity, shape.ngram_size - 1
-        columns = columns_of(*shape, 1)
-        self.tokens: Int32s = np.zeros((capacity, levels, columns), np.int32)
-        self.cells: Int32s = np.full((capacity, levels, columns), ABSENT, np.int32)
-        self.filled: Int32s = np.zeros(capacity, np.int32)
-        self._seeds: Int32s = np.zeros((capacity, _NUM_SEEDS + 1), np.int32)
-        self._draws: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
-
-    @property
-    def _arrays(self) -> tuple[Int32s, Int32s, Int32s, Int32s, NDArray[np.uint64]]:
-        """The fields of _WindowArrays."""
-        return self.tokens, self.cells, self.filled, self._seeds, self._draws
+        columns = shape.columns(1)
+        self.arrays = WindowArrays(
+            np.zeros((capacity, levels, columns), np.int32),
+            np.full((capacity, levels, columns), ABSENT, np.int32),
+            np.zeros(capacity, np.int32),
+            np.zeros((capacity, 1 + _NUM_SEEDS), np.int32),
+            np.zeros(capacity, np.uint64),
+        )
 
     def start(self, request_id: str, prompt: Int32s) -> None:
         """Add a window whose level 0 is drawn from the prompt int32 [n]."""
         row = self.request_rows.add(request_id)
-        resized = self.request_rows.resized
-        self.tokens, self.cells = resized(self.tokens), resized(self.cells)
-        self.filled, self._seeds = resized(self.filled), resized(self._seeds)
-        self._draws = resized(self._draws)
+        self.arrays = WindowArrays(*(self.request_rows.resized(array) for array in self.arrays))
         num_seeds = min(_NUM_SEEDS, len(prompt))
         seeds = prompt[np.linspace(0, len(prompt) - 1, num_seeds).astype(np.int64)]
-        self._seeds[row, 0] = num_seeds
-        self._seeds[row, 1 : 1 + num_seeds] = seeds
-        self._draws[row] = 1
+        self.arrays.seeds[row, 0] = num_seeds
+        self.arrays.seeds[row, 1 : 1 + num_seeds] = seeds
+        self.arrays.draws[row] = 1
         self.restart(np.array([row]))
 
     def finish(self, request_id: str) -> None:
@@ -108,12 +97,12 @@ class Windows:
 
     def restart(self, rows: Int64s) -> None:
         """Draw level 0 of these windows again and forget the other levels."""
-        _restart(rows, self._arrays)
+        _restart(rows, self.arrays[:])
 
     def comb_nodes(self, rows: Int64s) -> Int64s:
         """int64 [t]: the nodes of each window's comb as it is now; 0 for a row below 0."""
-        filled = self.filled[rows].astype(np.int64)
-        return np.where(rows < 0, 0, filled * (self.tokens.shape[2] + 1 - filled) - 1)
+        filled = self.arrays.filled[rows].astype(np.int64)
+        return np.where(rows < 0, 0, filled * (self.arrays.tokens.shape[2] + 1 - filled) - 1)
 
     def append_combs(
         self,
@@ -130,7 +119,7 @@ class Windows:
         `prob` or that of the last node before them, whichever is less.
         """
         limits = max_nodes, max_depths, np.float32(prob)
-        return DraftForest(*_append_combs(forest.arrays, rows, limits, self._arrays))
+        return DraftForest(*_append_combs(forest.arrays, rows, limits, self.arrays[:]))
 
     def iterate(self, rows: Int64s, verified: VerifiedCombs) -> None:
         """One Jacobi iteration of the windows `rows` int64 [t], whose combs were verified.
@@ -138,11 +127,11 @@ class Windows:
         When several tokens were accepted at once, a window moves as after one, as in the authors'
         code; by as many positions, or levels as in Algorithm 2, fewer tokens are accepted.
         """
-        _iterate(rows, tuple(verified), self._arrays)
+        _iterate(rows, tuple(verified), self.arrays[:])
 
 
 @kernel
-def _draw(windows: _WindowArrays, row: int) -> np.int32:
+def _draw(windows: WindowArrays, row: int) -> np.int32:
     seeds, draws = windows.seeds, windows.draws
     draws[row] = draws[row] * _MULTIPLIER + _INCREMENT
     at = np.int64(draws[row] >> np.uint64(33)) % seeds[row, 0]
@@ -150,8 +139,8 @@ def _draw(windows: _WindowArrays, row: int) -> np.int32:
 
 
 @kernel
-def _restart(rows: Int64s, windows: _WindowArrays) -> None:
-    windows = _WindowArrays(*windows)
+def _restart(rows: Int64s, windows: WindowArrays) -> None:
+    windows = WindowArrays(*windows)
     for row in rows:
         windows.filled[row] = 1
         for column in range(1, windows.tokens.shape[2]):
@@ -160,9 +149,9 @@ def _restart(rows: Int64s, windows: _WindowArrays) -> None:
 
 @kernel
 def _append_combs(
-    forest: ForestArrays, rows: Int64s, limits: _CombLimits, windows: _WindowArrays
+    forest: ForestArrays, rows: Int64s, limits: _CombLimits, windows: WindowArrays
 ) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
-    forest, limits, windows = ForestArrays(*forest), _CombLimits(*limits), _WindowArrays(*windows)
+    forest, limits, windows = ForestArrays(*forest), _CombLimits(*limits), WindowArrays(*windows)
     guesses, cells = windows.tokens, windows.cells
     capacity = len(forest.tokens)
     for row in rows:
@@ -213,8 +202,8 @@ def _child(tokens: Int32s, parents: Int32s, parent: int, token: int) -> int:
 
 
 @kernel
-def _iterate(rows: Int64s, verified: VerifiedCombs, windows: _WindowArrays) -> None:
-    verified, windows = VerifiedCombs(*verified), _WindowArrays(*windows)
+def _iterate(rows: Int64s, verified: VerifiedCombs, windows: WindowArrays) -> None:
+    verified, windows = VerifiedCombs(*verified), WindowArrays(*windows)
     tokens = windows.tokens
     levels = tokens.shape[1]
     for tree, row in enumerate(rows):

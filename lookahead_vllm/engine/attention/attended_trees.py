@@ -69,8 +69,7 @@ def without_contexts(
         A buffer for the lengths. By default they are in a new tensor.
     """
     if out is None:
-        seq_lens = metadata.seq_lens.clone()
-    else:
-        seq_lens = out[: len(metadata.seq_lens)].copy_(metadata.seq_lens)
+        out = torch.empty_like(metadata.seq_lens)
+    seq_lens = out[: len(metadata.seq_lens)].copy_(metadata.seq_lens)
     seq_lens[rows.long()] = sizes.to(seq_lens.dtype)
     return replace(metadata, seq_lens=seq_lens)

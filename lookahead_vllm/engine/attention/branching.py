@@ -41,14 +41,8 @@ def decide(
 ) -> Branching:
     """Decide whether trees may branch in this engine; if not, the reason is logged.
 
-    Parameters
-    ----------
-    groups
-        The runner's attention groups.
-    kv_cache_groups
-        Those of its KV cache.
-    without
-        The names of layers that compute no trees: those of a trained drafter.
+    `groups` are the runner's attention groups, and `kv_cache_groups` those of its KV cache. The
+    layers `without` compute no trees: those of a trained drafter.
     """
     if without:
         groups = [group for group in groups if not set(group.layer_names) <= set(without)]
@@ -63,14 +57,12 @@ def decide(
         logger.info_once("Lookahead verifies chains, not trees, here: %s.", obstacle)
         return NOTHING_BRANCHES._replace(has_drafts=not rows)
     layers = config.compilation_config.static_forward_context
-    is_latent = config.model_config.use_mla
-    of_chains = attention.replaces_chains(is_latent)
     movers = kv_movers(layers, kv_cache_groups, attention, without)
     names = [name for group in groups for name in group.layer_names if name not in without]
     merges = options_of(config).attention == "auto" and attention.merges_contexts(
         groups, [layers[name] for name in names]
     )
-    return Branching(not rows, True, movers, of_chains, merges)
+    return Branching(not rows, True, movers, attention.replaces_chains, merges)
 
 
 def branching_obstacle(
@@ -79,10 +71,7 @@ def branching_obstacle(
     attention: TreeAttention,
     without: Collection[str] = (),
 ) -> str | None:
-    """Why this engine's attention cannot verify branching trees, or None if it can.
-
-    `groups` are the runner's attention groups; the other arguments are those of `decide`.
-    """
+    """Why this engine's attention cannot verify branching trees, or None if it can."""
     model, parallel = config.model_config, config.parallel_config
     multimodal = model.multimodal_config
     if model.uses_mrope and multimodal is not None and multimodal.is_multimodal_pruning_enabled():
@@ -121,13 +110,6 @@ def kv_movers(
     """A mover for each KV cache group; it moves the KV of all layers with a cache of their own.
 
     Groups of recurrent layers get a `RequestStates`.
-
-    Parameters
-    ----------
-    layers
-        vLLM's attention layers by name.
-    without
-        The names of layers whose KV does not move.
     """
     movers: list[Any] = []
     for group in kv_cache_groups:

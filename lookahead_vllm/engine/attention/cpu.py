@@ -101,19 +101,18 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
 
 
 class TreeAttentionBackend(CPUAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[TreeAttentionImpl]:
-        return TreeAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
-        return TreeAttentionMetadataBuilder
+    get_impl_cls = staticmethod(lambda: TreeAttentionImpl)
+    get_builder_cls = staticmethod(lambda: TreeAttentionMetadataBuilder)
 
 
 class CPUTreeAttention(TreeAttention):
-    """vLLM's backend for CPUs with compiled tree attention."""
+    """vLLM's backend for CPUs with compiled tree attention.
 
-    replaces_recurrent_chains = True
+    It takes half of the time of vLLM's kernel for chains (docs/experiments.md). vLLM's latent
+    attention computes a chain as a prompt, which rounds differently from decode rows.
+    """
+
+    replaces_chains = replaces_recurrent_chains = True
 
     def register(self) -> None:
         """Also load the kernels."""
@@ -125,11 +124,6 @@ class CPUTreeAttention(TreeAttention):
         selector._cached_get_attn_backend.cache_clear()
         compilation.wait()
         native.load()
-
-    def replaces_chains(self, is_latent: bool) -> bool:
-        """The compiled kernel takes half of the time of vLLM's (docs/experiments.md). vLLM's latent
-        attention computes a chain as a prompt, which rounds differently from decode rows."""
-        return is_latent or native.available()
 
     def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
         if latent_attention.is_latent(layers):
@@ -144,7 +138,10 @@ class CPUTreeAttention(TreeAttention):
         if reason := dtype_obstacle(layers, builder.dtype):
             return reason
         if not supported(builder.head_dim, builder.dtype, builder.block_size, PACKED[builder.isa]):
-            return f"there is no tree attention for heads of {builder.head_dim} {builder.dtype}"
+            return (
+                f"there is no tree attention for heads of {builder.head_dim} {builder.dtype} in "
+                f"the KV layout {builder.isa!r}"
+            )
         return None
 
     def unsupported_rows(self, groups: Sequence[Any]) -> str | None:

@@ -182,8 +182,6 @@ class _TreeImpl(_Impl):
 
 
 class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuilder):
-    """FlashAttention's metadata builder, with trees."""
-
     @property
     def reads_buffers(self) -> bool:
         """False for version 3, whose schedule `build` makes of the lengths."""
@@ -191,8 +189,6 @@ class TreeFlashAttentionMetadataBuilder(_TreeBuilder, FlashAttentionMetadataBuil
 
 
 class TreeFlashAttentionImpl(_TreeImpl, FlashAttentionImpl):
-    """FlashAttention's implementation, with trees."""
-
     def attend_contexts(
         self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor, metadata: Any
     ) -> torch.Tensor:
@@ -220,18 +216,11 @@ class TreeFlashAttentionImpl(_TreeImpl, FlashAttentionImpl):
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
-        return TreeFlashAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return TreeFlashAttentionMetadataBuilder
+    get_impl_cls = staticmethod(lambda: TreeFlashAttentionImpl)
+    get_builder_cls = staticmethod(lambda: TreeFlashAttentionMetadataBuilder)
 
 
 class TreeTritonAttentionMetadataBuilder(_TreeBuilder, TritonAttentionMetadataBuilder):
-    """The Triton backend's metadata builder, with trees."""
-
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
         if self.attended.trees is None:
             return super().build_for_cudagraph_capture(common_attn_metadata)
@@ -243,19 +232,14 @@ class TreeTritonAttentionImpl(_TreeImpl, TritonAttentionImpl):
 
 
 class TreeTritonAttentionBackend(TritonAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[TritonAttentionImpl]:
-        return TreeTritonAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
-        return TreeTritonAttentionMetadataBuilder
+    get_impl_cls = staticmethod(lambda: TreeTritonAttentionImpl)
+    get_builder_cls = staticmethod(lambda: TreeTritonAttentionMetadataBuilder)
 
 
 class GPUTreeAttention(TreeAttention):
     """vLLM's backends FlashAttention and Triton with paged tree attention."""
 
-    replaces_recurrent_chains = False
+    replaces_chains = replaces_recurrent_chains = False  # vLLM's kernels compute them
 
     def register(self) -> None:
         for backend, ours in (
@@ -281,10 +265,6 @@ class GPUTreeAttention(TreeAttention):
             and not is_quantized_kv_cache(impl.kv_cache_dtype)
             for impl in [layer.impl for layer in layers]
         )
-
-    def replaces_chains(self, is_latent: bool) -> bool:
-        """Whether tree attention also computes chains: never, because vLLM's kernels do."""
-        return False
 
     def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:
         if latent_attention.is_latent(layers):
@@ -338,15 +318,8 @@ class GPUTreeAttention(TreeAttention):
     ) -> None:
         """Compile the kernels of a step with trees, so that no request waits for it.
 
-        Parameters
-        ----------
-        layers
-            Those whose trees are computed in graphs, from now on, by `implementation`.
-
-        Raises
-        ------
-        OptionError
-            xformers cannot compute them.
+        From now on, `implementation` computes the trees of these layers in graphs. Raises
+        OptionError if xformers cannot.
         """
         from lookahead_vllm.verify.attention.triton import empty_batches
 

@@ -11,22 +11,16 @@ class TreeAttention(ABC):
     """Tree attention in vLLM's attention backends on one kind of device.
 
     An attention group is vLLM's: layers with the same backend and the same kind of KV cache.
-
-    Attributes
-    ----------
-    replaces_recurrent_chains : bool
-        Whether lookahead's kernels also compute recurrent layers in steps with only chains.
     """
 
+    replaces_chains: bool
+    """Whether tree attention computes all rows that decode, in place of vLLM's kernel."""
     replaces_recurrent_chains: bool
+    """Whether lookahead's kernels also compute recurrent layers in steps with only chains."""
 
     @abstractmethod
     def register(self) -> None:
         """Replace vLLM's backends in a process that serves lookahead."""
-
-    @abstractmethod
-    def replaces_chains(self, is_latent: bool) -> bool:
-        """Whether tree attention computes all rows that decode, in place of vLLM's kernel."""
 
     @abstractmethod
     def obstacle(self, group: Any, layers: Sequence[Any], cache_dtype: str) -> str | None:

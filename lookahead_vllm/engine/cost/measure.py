@@ -89,14 +89,13 @@ def step_cost(runner: MeasuredRunner) -> StepCost:
         elif is_first_rank:
             _write(path, times)
     cost = _cost_of(plan, times)
-    captured = cost.captured or CapturedSizes(GraphTimes(), GraphTimes())
     context, causal, trees = cost.weights[-3:].tolist()
     logger.info_once(
         "Lookahead: a forward pass costs, in ms, "
         "%s; in graphs without drafts %s, with drafts %s; a thousand tokens of context %.3f, and "
         "%.3f for each row (%.3f in trees). Its file is %s.",
         CostCurve(cost.curve.sizes.astype(int).tolist(), (1e3 * cost.curve.times).tolist()),
-        *(GraphTimes(graphs.sizes, (1e3 * graphs.times).tolist()) for graphs in captured),
+        *(GraphTimes(graphs.sizes, (1e3 * graphs.times).tolist()) for graphs in cost.captured),
         1e6 * context,
         1e6 * causal,
         1e6 * trees,
@@ -131,8 +130,7 @@ def _cost_of(plan: PassPlan, times: Mapping[str, float]) -> StepCost:
         without_context = _without_context(plan, batch, curve, graphs)
         if batch.name in times and without_context is not None:
             attention.append((batch, times[batch.name], without_context))
-    has_graphs = any(times_of.sizes for times_of in graphs)
-    cost = StepCost(curve, *_fit(attention, plan.context), captured=graphs if has_graphs else None)
+    cost = StepCost(curve, *_fit(attention, plan.context), captured=graphs)
     if plan.whole_chain is not None and plan.whole_chain in times:
         cost.chain = max(times[plan.whole_chain] - in_pieces[plan.sizes[0]], 0.0)
     return cost

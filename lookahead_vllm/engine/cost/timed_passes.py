@@ -50,6 +50,7 @@ OUTDATED = 1.2
 
 
 Prepare = Callable[[], AbstractContextManager[Callable[[], None]]]
+"""Returns a context manager, which yields the function that runs a pass."""
 
 
 class Batch(NamedTuple):
@@ -152,43 +153,31 @@ def name_of(kind: str, num_tokens: int) -> str:
 
 
 class PassPlan:
-    """The passes that are timed for an engine.
-
-    Attributes
-    ----------
-    sizes : list of int
-        Tokens of the passes outside of graphs of the whole model.
-    captured : CapturedTokens
-        The engine's graphs of the whole model, some of which are timed.
-    batches : list of Batch
-        The batches whose attention is timed.
-    context : int
-        Tokens of context of each request of a batch.
-    whole_chain : str or None
-        The name of a pass of one token in which a trained drafter makes all of its passes.
-    runs : dict
-        By the name of a pass, what prepares it: a function that returns a context manager, which
-        yields the function that runs it.
-    """
+    """The passes that are timed for an engine."""
 
     def __init__(self, runner: MeasuredRunner) -> None:
         self._passes = passes = runner.forward_passes()
         self.captured = passes.captured_tokens()
+        """Of these graphs of the whole model, some are timed."""
         self.sizes = [size for size in SIZES if size <= runner.max_num_tokens]
+        """Tokens of the passes outside of such graphs."""
         self.batches = self._batches_of(runner)
         most_rows = max((batch.rows for batch in self.batches), default=0)
         max_model_len = runner.vllm_config.model_config.max_model_len
         self.context = min(CONTEXT_TOKENS, max_model_len - most_rows)
+        """Tokens of context of each request of a batch."""
         self._kinds = (
             (IN_PIECES, self.sizes, passes.decode),
             (IN_GRAPH, _about_doubling(self.captured.without_drafts), passes.decode_in_graph),
             (WITH_DRAFTS, _about_doubling(self.captured.with_drafts), passes.drafts_in_graph),
         )
         self.runs: dict[str, Prepare] = {}
+        """By the name of a pass, what prepares it."""
         for kind, sizes, run in self._kinds:
             for size in sizes:
                 self.runs[name_of(kind, size)] = partial(_ready, partial(run, size))
         self.whole_chain: str | None = None
+        """The name of a pass of one token in which a trained drafter makes all of its passes."""
         if (length := runner.drafter.options.chain_length) > 1:
             self.whole_chain = f"a whole chain of {length} tokens"
             self.runs[self.whole_chain] = self._with_whole_chain
@@ -314,7 +303,6 @@ def _seconds(prepare: Prepare) -> float:
 
 
 def _ready(run: Callable[[], None]) -> AbstractContextManager[Callable[[], None]]:
-    """The context manager of a pass that needs no preparation."""
     return nullcontext(run)
 
 

@@ -177,6 +177,23 @@ class Summary:
         return f"{text}, about {speedup:.2f} times as fast as without drafts"
 
 
+COUNTERS = {
+    "draft_seconds": ("draft_seconds", "Wall time of learning from tokens and growing trees."),
+    "refused_trees": ("trees_refused", "Malformed draft trees: their requests got no draft."),
+    "evictions": ("trie_evictions", "N-grams that were pruned to make room for newer ones."),
+    "published": ("fleet_tokens_published", "Tokens sent to other servers."),
+    "learned": ("fleet_tokens_learned", "Tokens read from other servers."),
+    "dropped": ("fleet_dropped", "Tokens that could not be sent, and messages refused."),
+}
+GAUGES = {
+    "trie_nodes": ("trie_nodes", "N-grams that the trie holds."),
+    "trie_bytes": ("trie_bytes", "Memory of the trie and its tables."),
+    "texts_held": ("trie_texts_held", "Share of the n-grams of live and kept texts in the trie."),
+    "lag_seconds": ("fleet_lag_seconds", "Age of the latest message of another server when read."),
+}
+"""Both by a field of the report: the name of its series, and what it says."""
+
+
 class EngineMetrics:
     """The series of one engine, which are 0 before its first step."""
 
@@ -213,28 +230,8 @@ class EngineMetrics:
             Counter, "step_predicted_seconds", "Time that the cost model predicted for steps."
         )
         self._measured = series(Counter, "step_measured_seconds", "Time that the same steps took.")
-        self._refused = series(
-            Counter, "trees_refused", "Malformed draft trees: their requests got no draft."
-        )
-        self._draft_seconds = series(
-            Counter, "draft_seconds", "Wall time of learning from tokens and growing trees."
-        )
-        self._trie_nodes = series(Gauge, "trie_nodes", "N-grams that the trie holds.")
-        self._trie_bytes = series(Gauge, "trie_bytes", "Memory of the trie and its tables.")
-        self._texts_held = series(
-            Gauge, "trie_texts_held", "Share of the n-grams of live and kept texts in the trie."
-        )
-        self._evictions = series(
-            Counter, "trie_evictions", "N-grams that were pruned to make room for newer ones."
-        )
-        self._published = series(Counter, "fleet_tokens_published", "Tokens sent to other servers.")
-        self._learned = series(Counter, "fleet_tokens_learned", "Tokens read from other servers.")
-        self._dropped = series(
-            Counter, "fleet_dropped", "Tokens that could not be sent, and messages refused."
-        )
-        self._lag = series(
-            Gauge, "fleet_lag_seconds", "Age of the latest message of another server when read."
-        )
+        self._counters = {field: series(Counter, *of) for field, of in COUNTERS.items()}
+        self._gauges = {field: series(Gauge, *of) for field, of in GAUGES.items()}
 
     def count(self, report: StepReport) -> None:
         for source, verified, accepted in zip(NAMES, report.verified, report.accepted, strict=True):
@@ -249,20 +246,11 @@ class EngineMetrics:
             self._error.observe(abs(measured - predicted) / predicted)
             self._predicted.inc(predicted)
             self._measured.inc(measured)
-        self._draft_seconds.inc(report.draft_seconds)
-        self._refused.inc(report.refused_trees)
-        self._evictions.inc(report.evictions)
-        if report.trie_nodes is not None:
-            self._trie_nodes.set(report.trie_nodes)
-        if report.trie_bytes is not None:
-            self._trie_bytes.set(report.trie_bytes)
-        if report.texts_held is not None:
-            self._texts_held.set(report.texts_held)
-        self._published.inc(report.published)
-        self._learned.inc(report.learned)
-        self._dropped.inc(report.dropped)
-        if report.lag_seconds is not None:
-            self._lag.set(report.lag_seconds)
+        for field, counter in self._counters.items():
+            counter.inc(getattr(report, field))
+        for field, gauge in self._gauges.items():
+            if (value := getattr(report, field)) is not None:
+                gauge.set(value)
 
 
 def _series(

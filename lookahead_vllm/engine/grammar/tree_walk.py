@@ -67,12 +67,8 @@ class GrammarTreeWalk:
 
     It uses only methods of the grammar that vLLM uses for chains (`accept_tokens`, `rollback`,
     `fill_bitmask`), so every backend serves trees. While a reasoning parser delays the grammar, the
-    manager decides for each path where the grammar begins.
-
-    Parameters
-    ----------
-    max_nodes, max_depth
-        Limits up to which dictated tokens are added.
+    manager decides for each path where the grammar begins. Dictated tokens are added up to
+    `max_nodes` and `max_depth`.
     """
 
     def __init__(
@@ -132,14 +128,8 @@ class GrammarTreeWalk:
     def _visit(self, node: int, path: list[int], is_masked: bool, is_best: bool) -> None:
         """Fill the mask of `node`, visit its children, and extend the best leaf.
 
-        Parameters
-        ----------
-        path
-            The tokens that lead to `node`; the grammar has accepted them.
-        is_masked
-            Whether the grammar masks the token after `node`.
-        is_best
-            Whether `path` consists of first allowed children.
+        The grammar has accepted the tokens of `path`, which lead to `node`. `is_masked` says
+        whether it masks the next token, `is_best` whether `path` has only first allowed children.
         """
         if is_masked:
             self._fill_mask(node)

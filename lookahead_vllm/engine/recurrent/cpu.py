@@ -34,27 +34,16 @@ def _gated_delta(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     """Wrap a CPU's gated delta net over rows with drafts."""
 
     @functools.wraps(original)
-    def forward(
-        layer: Any,
-        attn_metadata_i: Any,
-        mixed_qkv_spec: torch.Tensor,
-        b_spec: torch.Tensor,
-        a_spec: torch.Tensor,
-        conv_buf: torch.Tensor,
-        ssm_state: torch.Tensor,
-        *args: Any,
-    ) -> torch.Tensor:
-        metadata = attn_metadata_i
-        if not hasattr(metadata, PARENTS):
-            return original(
-                *(layer, metadata, mixed_qkv_spec, b_spec, a_spec, conv_buf, ssm_state, *args)
-            )
-        trees = delta_trees(metadata)
-        mixed = _packed_convolution(layer, mixed_qkv_spec, conv_buf, trees)
+    def forward(layer: Any, attn_metadata_i: Any, *args: torch.Tensor) -> torch.Tensor:
+        if not hasattr(attn_metadata_i, PARENTS):
+            return original(layer, attn_metadata_i, *args)
+        mixed_qkv, b, a, window, state, *_ = args
+        trees = delta_trees(attn_metadata_i)
+        mixed = _packed_convolution(layer, mixed_qkv, window, trees)
         q, k, v = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(mixed))
         out = torch.empty_like(v)
-        inputs = GatedDelta(q, k, v, a_spec, b_spec, layer.A_log, layer.dt_bias)
-        recurrence.gated_delta(ssm_state, inputs, trees, out)
+        inputs = GatedDelta(q, k, v, a, b, layer.A_log, layer.dt_bias)
+        recurrence.gated_delta(state, inputs, trees, out)
         return out
 
     return forward

@@ -34,14 +34,8 @@ def register() -> None:
 
 
 def _trees(kwargs: dict[str, Any]) -> StateRows | None:
-    """The drafted rows of the step; None if vLLM's kernels should compute them.
-
-    Parameters
-    ----------
-    kwargs
-        The call's. vLLM passes `num_accepted_tokens` only with drafted rows.
-    """
-    if kwargs.get("num_accepted_tokens") is None:
+    """The drafted rows of the step; None if vLLM's kernels should compute them."""
+    if kwargs.get("num_accepted_tokens") is None:  # which vLLM passes only with drafted rows
         return None
     metadata = recurrent_kernels.metadata_with_parents(GDNAttentionMetadata)
     return None if metadata is None else delta_trees(metadata)

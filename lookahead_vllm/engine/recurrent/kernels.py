@@ -51,14 +51,10 @@ def _with_single_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _trees(state_indices: torch.Tensor) -> StateRows | None:
-    """The drafted rows of the step for Mamba 2 and short convolutions.
+    """The drafted rows of the step for Mamba 2 and short convolutions, by the layer's state slots.
 
-    None if vLLM's kernels should compute them.
-
-    Parameters
-    ----------
-    state_indices : int32 [requests, columns], or flat
-        The layer's state slots.
+    `state_indices` is int32 [requests, columns], or flat. None if vLLM's kernels should compute
+    the rows.
     """
     if (metadata := metadata_with_parents(BaseMambaAttentionMetadata)) is None:
         return None
@@ -81,11 +77,8 @@ def metadata_with_parents(kind: type[Metadata]) -> Metadata | None:
 def convolution(find: Callable[[dict[str, Any]], StateRows | None]) -> Callable[..., Any]:
     """A wrapper of vLLM's update of a convolution's window.
 
-    Parameters
-    ----------
-    find
-        Returns the drafted rows of a call with these keyword arguments; None if vLLM's kernels
-        should compute them.
+    `find` returns the drafted rows of a call with these keyword arguments; None if vLLM's kernels
+    should compute them.
     """
 
     def wrap(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -142,13 +135,7 @@ def _mamba2(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def delta_trees(metadata: Any) -> StateRows:
-    """The drafted rows of the step for gated delta nets.
-
-    Parameters
-    ----------
-    metadata
-        A layer's, with parents.
-    """
+    """The drafted rows of the step for gated delta nets, by a layer's metadata with parents."""
     return StateRows(
         metadata.spec_query_start_loc,
         getattr(metadata, PARENTS)[metadata.spec_token_indx.long()],

@@ -34,7 +34,7 @@ from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.verify.recurrence import StateMover
-from lookahead_vllm.verify.recurrence.cpu import supported
+from lookahead_vllm.verify.recurrence.cpu import DTYPES
 from lookahead_vllm.verify.walk import Walk
 
 PARENTS = "lookahead_parents"
@@ -80,14 +80,7 @@ def start(
 ) -> None:
     """Refuse layers whose states cannot be rolled back, and log the memory that states take.
 
-    Parameters
-    ----------
-    groups
-        The runner's attention groups.
-    layers
-        vLLM's attention layers by name.
-    num_nodes
-        The most nodes of a draft.
+    `groups` are the runner's attention groups; a draft has at most `num_nodes` nodes.
 
     Raises
     ------
@@ -108,11 +101,10 @@ def start(
                 "config"
             )
     caches = [c for group in own for name in group.layer_names for c in layers[name].kv_cache]
-    if device.type == "cpu" and not all(supported(cache.dtype) for cache in caches):
+    if device.type == "cpu" and not DTYPES.issuperset(cache.dtype for cache in caches):
         raise OptionError(
-            "on a CPU, recurrent layers with drafts need a C++ compiler and float32 or bfloat16: "
-            "install g++ and write dtype='bfloat16', or leave lookahead out of the speculative "
-            "config"
+            "on a CPU, recurrent layers with drafts need float32 or bfloat16: write "
+            "dtype='bfloat16', or leave lookahead out of the speculative config"
         )
     megabytes = sum(cache[0].numel() * cache.element_size() for cache in caches) / 2**20
     logger.info_once(
@@ -149,17 +141,10 @@ def _with_nodes(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def row_parents(step: PlacedTrees, starts: Int32s) -> Int32s:
-    """The place of each token's parent among the tokens of its request.
+    """The place of each token's parent among the tokens of its request, int32 [n]; -1 for roots.
 
-    Parameters
-    ----------
-    starts : int32 [r + 1]
-        The first token of each request among the n tokens of the step, then n.
-
-    Returns
-    -------
-    int32 [n]
-        -1 for roots. Tokens of a prompt, and of a request without a draft, are chains.
+    Tokens of a prompt, and of a request without a draft, are chains. `starts`, int32 [r + 1], are
+    the first token of each request among the n tokens of the step, then n.
     """
     parents = np.arange(-1, starts[-1] - 1, dtype=np.int32) - np.repeat(
         starts[:-1], np.diff(starts)
@@ -172,12 +157,7 @@ def row_parents(step: PlacedTrees, starts: Int32s) -> Int32s:
 def set_parents(metadata: Mapping[str, Any], parents: torch.Tensor) -> None:
     """Make `verify/recurrence/` compute the drafted rows of a step.
 
-    Parameters
-    ----------
-    metadata
-        By layer.
-    parents : int32 [n]
-        The result of `row_parents`, on the device.
+    `metadata` is by layer, and `parents` the result of `row_parents` on the device.
     """
     for layer_metadata in metadata.values():
         if isinstance(layer_metadata, BaseMambaAttentionMetadata | GDNAttentionMetadata):
@@ -199,11 +179,6 @@ class RequestStates:
     The states of a request are in columns of its block table. With prefix caching, the first of
     them moves on with each block, and the state at the end of a block stays for other requests:
     vLLM copies it after the step, from the column of the token there.
-
-    Parameters
-    ----------
-    layers
-        Those of `group`.
     """
 
     def __init__(self, layers: Sequence[Any], group: Any) -> None:

@@ -35,13 +35,7 @@ def become_replica(vllm_config: VllmConfig) -> None:
 
 
 class ReplicaGroup:
-    """The ranks, one from each replica, that exchange what they sampled.
-
-    Attributes
-    ----------
-    size, rank : int
-        The number of replicas, and the index of this rank's replica.
-    """
+    """The ranks, one from each of `size` replicas, that exchange what they sampled."""
 
     def __init__(self, size: int) -> None:
         world = get_world_group()
@@ -58,15 +52,7 @@ class ReplicaGroup:
         self._group = group
 
     def gather(self, own: Int32s, sizes: Sequence[int]) -> list[Int32s]:
-        """The arrays of all ranks, in order.
-
-        Parameters
-        ----------
-        own : int32 [sizes[rank], w]
-            This rank's array.
-        sizes
-            The number of rows of each rank's array.
-        """
+        """The arrays int32 [sizes[rank], w] of all ranks, in order; `own` is this rank's."""
         longest, width = max(sizes), own.shape[1]
         sent = torch.zeros(longest, width, dtype=torch.int32)
         sent[: len(own)] = torch.from_numpy(own)
@@ -149,14 +135,12 @@ def exchange(
 
     Parameters
     ----------
-    forest, rows
-        The trees of all ranks, and the row of this rank's batch of each tree's request, int64 [t].
+    forest, rows : int64 [t]
+        The trees of all ranks, and the row of this rank's batch of each tree's request.
     req_ids
         The requests of this rank's batch. Ranks may have them in different orders.
     sampled : int32 [m]
-        The token at each row of this rank's logits.
-    choices
-        The model's choices there.
+        The token at each row of this rank's logits, of which there are also the `choices`.
     """
     owners, contains = parts
     all_nodes = np.zeros(len(req_ids), np.int64)
@@ -234,8 +218,6 @@ def move_and_send(
 
     Parameters
     ----------
-    movers
-        One for each KV cache group.
     slots
         Returns the KV slots of a group at positions int64 [m].
     origins, targets : int64 [m]

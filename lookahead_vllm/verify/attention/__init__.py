@@ -59,11 +59,6 @@ def paged_attention(call: PagedCall, impl: Impl = "auto") -> None:
     The K/V of all rows must already be in the cache. A slot that no row attends to has no effect,
     NaN and inf included. The result is FlashAttention's on a chain.
 
-    Parameters
-    ----------
-    impl : {"auto", "reference", "triton", "xformers"}
-        "auto" is "triton" on GPUs and "reference" on CPUs.
-
     Raises
     ------
     ValueError

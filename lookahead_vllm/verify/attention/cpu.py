@@ -2,28 +2,28 @@
 
 import ctypes
 import functools
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lookahead_vllm.verify import native
-from lookahead_vllm.verify.attention import QUERY_DTYPES, PagedCall, reference
-from lookahead_vllm.verify.devices import Impl
-from lookahead_vllm.verify.layout.paged_batch import PagedBatch
+from lookahead_vllm.verify.attention import QUERY_DTYPES
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from lookahead_vllm.verify.native import f32, fields, i32, i64, pointer
 
 
 def supported(head_size: int, dtype: torch.dtype, block_size: int, packed: bool = False) -> bool:
-    """Whether `tree_attention` supports layers of this shape; called at start-up."""
+    """Whether `tree_attention` supports layers of this shape; called at start-up.
+
+    The packed layout takes AVX512-BF16, and a compiler that knows it.
+    """
     return (
         head_size % 16 == 0
         and 32 <= head_size <= 512
         and dtype in QUERY_DTYPES
         and block_size % 16 == 0
-        and (not packed or dtype == torch.bfloat16)
+        and (not packed or (dtype == torch.bfloat16 and native.load().lookahead_reads_packed()))
     )
 
 
@@ -56,44 +56,6 @@ class TreeCall(NamedTuple):
     and keys."""
 
 
-def tree_attention(call: TreeCall, impl: Impl = "auto") -> None:
-    """Write the attention of every tree's rows to `call.output`; other rows stay unchanged.
-
-    The K/V of the trees must already be in the cache. A slot that a row does not attend to has no
-    effect on it, NaN and inf included. The result is that of vLLM's kernel on a chain.
-
-    Parameters
-    ----------
-    impl : {"auto", "cpu", "reference"}
-        "auto" uses the compiled kernel if it is available.
-    """
-    _check(call)
-    if impl == "auto":
-        impl = "cpu" if _has_kernel(call) else "reference"
-    (_attend if impl == "cpu" else _attend_by_reference)(call)
-
-
-def _has_kernel(call: TreeCall) -> bool:
-    return native.reads_packed() if call.packed else native.available()
-
-
-def _check(call: TreeCall) -> None:
-    query, kv_cache, output, block_table, batch = call[:5]
-    tokens, heads, head_size = query.shape
-    _, kv_heads, block_size, kv_width = kv_cache.shape
-    assert supported(head_size, query.dtype, block_size, call.packed), (head_size, query.dtype)
-    assert kv_cache.dtype == output.dtype == query.dtype, (kv_cache.dtype, output.dtype)
-    assert kv_width == 2 * head_size and kv_cache.stride()[2:] == (kv_width, 1), kv_cache.stride()
-    assert heads % kv_heads == 0, (heads, kv_heads)
-    assert len(output) >= tokens and output.shape[1:].numel() == heads * head_size, output.shape
-    assert query.stride(-1) == output.stride(-1) == block_table.stride(-1) == 1
-    assert block_table.dtype == torch.int32
-    assert call.sliding_window == -1 or call.sliding_window > 0, call.sliding_window
-    rows, max_blocks = block_table.shape
-    ends, room = batch.ends, (rows, tokens, max_blocks * block_size)
-    assert all(end <= most for end, most in zip(ends, room, strict=True)), (ends, room)
-
-
 class TreeBatchView(ctypes.Structure):
     """`TreeBatchView` of `cpu.cpp`: the sizes and pointers of a TreeBatch."""
 
@@ -124,9 +86,13 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
-def _attend(call: TreeCall) -> None:
-    library = native.load()
-    assert library is not None and _has_kernel(call)
+def tree_attention(call: TreeCall) -> None:
+    """Write the attention of every tree's rows to `call.output`; other rows stay unchanged.
+
+    The K/V of the trees must already be in the cache. A slot that a row does not attend to has no
+    effect on it, NaN and inf included. The result is that of vLLM's kernel on a chain.
+    """
+    _check(call)
     query, kv_cache, output, block_table, batch = call[:5]
     _, heads, head_size = query.shape
     _, kv_heads, block_size, _ = kv_cache.shape
@@ -143,9 +109,26 @@ def _attend(call: TreeCall) -> None:
         _float_vector(call.alibi_slopes, heads), _float_vector(sinks, heads),
         torch.get_num_threads(), call.packed,
     )  # fmt: skip
-    library.lookahead_tree_attention(
+    native.load().lookahead_tree_attention(
         ctypes.byref(_view(batch)), ctypes.byref(arguments), QUERY_DTYPES.index(query.dtype)
     )
+
+
+def _check(call: TreeCall) -> None:
+    query, kv_cache, output, block_table, batch = call[:5]
+    tokens, heads, head_size = query.shape
+    _, kv_heads, block_size, kv_width = kv_cache.shape
+    assert supported(head_size, query.dtype, block_size, call.packed), (head_size, query.dtype)
+    assert kv_cache.dtype == output.dtype == query.dtype, (kv_cache.dtype, output.dtype)
+    assert kv_width == 2 * head_size and kv_cache.stride()[2:] == (kv_width, 1), kv_cache.stride()
+    assert heads % kv_heads == 0, (heads, kv_heads)
+    assert len(output) >= tokens and output.shape[1:].numel() == heads * head_size, output.shape
+    assert query.stride(-1) == output.stride(-1) == block_table.stride(-1) == 1
+    assert block_table.dtype == torch.int32
+    assert call.sliding_window == -1 or call.sliding_window > 0, call.sliding_window
+    rows, max_blocks = block_table.shape
+    ends, room = batch.ends, (rows, tokens, max_blocks * block_size)
+    assert all(end <= most for end, most in zip(ends, room, strict=True)), (ends, room)
 
 
 @functools.lru_cache(maxsize=1)  # all layers of a step have the same batch
@@ -162,49 +145,3 @@ def _float_vector(values: Tensor | None, length: int) -> int | None:
         return None
     assert values.dtype == torch.float32 and values.shape == (length,) and values.is_contiguous()
     return values.data_ptr()
-
-
-def _attend_by_reference(call: TreeCall) -> None:
-    """Over copies of the blocks that the trees read, which are as those of a GPU."""
-    batch, block_size = PagedBatch.build(call.batch), call.kv_cache.shape[2]
-    ends = (batch.contexts + batch.sizes)[:, None]
-    firsts = torch.arange(0, call.batch.ends[2], block_size)
-    blocks = call.block_table[batch.requests.long(), : len(firsts)].where(firsts < ends, 0).long()
-    copied = call.kv_cache[blocks.flatten()].flatten(2)
-    keys, values = (
-        part.flatten(4).flatten(2, 3).transpose(1, 2)
-        for part in keys_and_values(copied, call.query.shape[2], block_size, call.packed)
-    )
-    table = torch.arange(blocks.numel(), dtype=torch.int32).view(blocks.shape)
-    requests = torch.arange(len(batch), dtype=torch.int32)
-    reference.attend(
-        PagedCall(
-            call.query, keys, values, call.output, table, replace(batch, requests=requests),
-            call.scale, call.sliding_window, call.alibi_slopes, call.soft_cap, call.sinks,
-        )
-    )  # fmt: skip
-
-
-def keys_and_values(
-    blocks: Tensor, head_size: int, block_size: int, packed: bool
-) -> tuple[Tensor, Tensor]:
-    """Views of the K and the V of blocks, indexed in the same way for both layouts.
-
-    Parameters
-    ----------
-    blocks : [blocks, kv_heads, 2 * block_size * head_size]
-    packed : bool
-        See TreeCall.
-
-    Returns
-    -------
-    K and V, each [blocks, kv_heads, keys / p, p, head_size / q, q]
-        p keys and q head dimensions are stored together; both are 1 unless `packed`.
-    """
-    keys, values = blocks.split(block_size * head_size, dim=-1)
-    if not packed:
-        keys = keys.unflatten(-1, (head_size, 1, block_size, 1)).permute(0, 1, 4, 5, 2, 3)
-        return keys, values.unflatten(-1, (block_size, 1, head_size, 1))
-    keys = keys.unflatten(-1, (block_size // 16, head_size // 2, 16, 2)).permute(0, 1, 2, 4, 3, 5)
-    values = values.unflatten(-1, (head_size // 16, block_size // 2, 16, 2))
-    return keys, values.permute(0, 1, 3, 5, 2, 4)

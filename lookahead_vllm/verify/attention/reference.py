@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: the reference for every kernel, and the fallback without one."""
+"""Attention in plain PyTorch: the reference for every kernel on a GPU."""
 
 from collections.abc import Iterator
 

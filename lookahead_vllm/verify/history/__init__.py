@@ -87,12 +87,7 @@ class ThinkingBudgets(NamedTuple):
 
 
 def apply_penalties(logits: Tensor, rows: Histories, penalties: Penalties) -> None:
-    """Apply repetition, frequency and presence penalties, in this order.
-
-    Parameters
-    ----------
-    logits : float32 [n, vocabulary]
-    """
+    """Apply repetition, frequency and presence penalties, in this order."""
     _check(logits, rows)
     module_for("history", logits.device).apply_penalties(logits, rows, penalties)
 
@@ -102,13 +97,7 @@ def apply_bad_words(
 ) -> None:
     """Set the logit of a bad word's last token to -inf if the history ends with its other tokens.
 
-    Only output counts as history here, not the prompt.
-
-    Parameters
-    ----------
-    logits : float32 [n, vocabulary]
-    max_words : int
-        The most words of any request.
+    Only output counts as history here, not the prompt. No request has more than `max_words`.
     """
     _check(logits, rows)
     module_for("history", logits.device).apply_bad_words(logits, rows, texts, words, max_words)
@@ -120,12 +109,7 @@ def apply_thinking_budgets(
     """Force the next token of the end marker, with a logit of 1e9, where a budget is used up.
 
     First updates `last_start`, `last_end` and `scanned` from the text that was committed since.
-
-    Parameters
-    ----------
-    logits : float32 [n, vocabulary]
-    slots : int32 or int64 [r]
-        The slots of the step's requests.
+    `slots`, int32 or int64 [r], are those of the step's requests.
     """
     _check(logits, rows)
     module_for("history", logits.device).apply_thinking_budgets(

@@ -41,11 +41,6 @@ def latent_attention(call: LatentCall, impl: Impl = "auto") -> None:
 
     The latents of all rows must already be in the cache. A slot that no row attends to has no
     effect, NaN and inf included.
-
-    Parameters
-    ----------
-    impl : {"auto", "reference", "triton"}
-        "auto" is "triton" on GPUs and "reference" on CPUs.
     """
     _check(call)
     if not len(call.batch) or not call.batch.max_size:

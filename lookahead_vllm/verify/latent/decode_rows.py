@@ -26,15 +26,7 @@ class DecodeRows(NamedTuple):
 
 
 def decode_rows(batch: PagedBatch, block_table: Tensor, block_size: int) -> DecodeRows:
-    """The rows of `batch` as `DecodeRows`; both are on the CPU.
-
-    Parameters
-    ----------
-    batch, block_table
-        As in LatentCall.
-    block_size : int
-        Slots of a block.
-    """
+    """The rows of `batch`, which is as in LatentCall, as `DecodeRows`; both are on the CPU."""
     slots: list[NDArray[np.int64]] = []
     tables: list[list[int]] = []
     lengths: list[int] = []

@@ -39,29 +39,15 @@ class FixedBatch:
 
     All tensors are parts of one, so a step fills them in one copy, from host memory that never
     moves either: a captured graph may contain the copy. Entries without a tree have size 0, rows
-    without a tree token -1.
+    without a tree token -1. There is room for every step of the graph's `num_tokens` tokens.
 
     Parameters
     ----------
-    num_tokens : int
-        The tokens of the graph.
-    max_requests : int
-        The most requests of a step.
     max_size : int
         The most rows of a tree, its root included.
-    max_context : int
-        The longest context.
-    device
     contexts : int32 [at least max_requests], optional
         On the device. With it, the batch has all requests of a step, in order, and reads the
         contexts there; those without a branching tree are causal.
-
-    Attributes
-    ----------
-    batch : PagedBatch
-        The buffers, with room for every step of `num_tokens` tokens.
-    num_trees : int
-        The branching trees of the current step. Without `contexts`, they are the first entries.
     """
 
     def __init__(
@@ -100,24 +86,16 @@ class FixedBatch:
         )
         self._room = _Room(entries, num_tokens, words, max_size, max_context, holds_all)
         self.num_trees = 0
+        """The branching trees of the step. Without `contexts`, they are the first entries."""
         none = np.empty(0, np.int64)
         self.write(DraftForest.of([]), none, NO_STARTS, none)
         self.upload()
 
     def fill(self, trees: TreeBatch | None, starts: Int32s = NO_STARTS) -> None:
-        """Write the trees of a step, in one asynchronous copy.
+        """Write all branching trees of a step, in one asynchronous copy.
 
-        Parameters
-        ----------
-        trees
-            All branching trees of the step; None if there are none.
-        starts : int32 [r + 1]
-            The first row of each request, then the number of rows; read if the batch `holds_all`.
-
-        Raises
-        ------
-        ValueError
-            They do not fit.
+        `starts` is as in `write`, and read if the batch `holds_all`. Raises ValueError if the trees
+        do not fit.
         """
         none = np.empty(0, np.int64)
         forest, requests, roots, contexts = DraftForest.of([]), none, none, none
@@ -131,16 +109,10 @@ class FixedBatch:
     def write(
         self, forest: DraftForest, requests: Int64s, starts: Int32s, contexts: Int64s
     ) -> None:
-        """Write the branching trees of `forest` on the host; `upload` copies them.
+        """Write the branching ones of the t trees of `forest` on the host; `upload` copies them.
 
-        Parameters
-        ----------
-        forest
-            t trees, which need not branch.
-        requests, contexts : [t]
-            As in TreeBatch.
-        starts : int32 [r + 1]
-            The first row of each request, then the number of rows.
+        `requests` and `contexts` [t] are as in TreeBatch. `starts`, int32 [r + 1], has the first
+        row of each request, then the number of rows.
         """
         roots = starts[requests].astype(np.int64)
         self._write(forest, forest.branching, requests, starts, roots, contexts)
@@ -175,16 +147,10 @@ def _write(
     roots: Int64s,
     contexts: Int64s,
 ) -> int:
-    """Lay out the chosen ones of t trees; returns their number, or -1 if they do not fit.
+    """Lay out the chosen ones of t trees, whose first rows are `roots`, int64 [t].
 
-    Parameters
-    ----------
-    packed : int32 [5 * entries + (2 + words) * num_tokens]
-    chosen : bool [t]
-    starts : int32 [r + 1]
-        The first row of each request, then the number of rows; read if the batch holds all.
-    roots : int64 [t]
-        The first row of each tree.
+    `packed` is int32 [5 * entries + (2 + words) * num_tokens]. Returns the number of trees, or -1
+    if they do not fit.
     """
     entries, num_tokens, words, max_size, max_context, holds_all = room
     if not _begin(packed, room, starts):

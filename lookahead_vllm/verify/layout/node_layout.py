@@ -13,24 +13,16 @@ from lookahead_vllm.verify.transfer import to_device
 
 
 class NodeLayout(NamedTuple):
-    """The logits rows of a step: for each request its root's, then its nodes' in list order.
-
-    Attributes
-    ----------
-    parents : int32 [n]
-        The row of each row's parent; a root's is its own.
-    places : int32 [n]
-        How many rows each row is after its root's.
-    depths : int32 [n]
-        0 at the roots.
-    width : int
-        At least 1 + the most nodes of any request; see `width_of`.
-    """
+    """The n logits rows of a step: for each request its root's, then its nodes' in list order."""
 
     parents: torch.Tensor
+    """int32 [n]: the row of each row's parent; a root's is its own."""
     places: torch.Tensor
+    """int32 [n]: how many rows each row is after its root's."""
     depths: torch.Tensor
+    """int32 [n]: 0 at the roots."""
     width: int
+    """At least 1 + the most nodes of any request; see `width_of`."""
 
     @property
     def shifts(self) -> torch.Tensor:
@@ -41,16 +33,9 @@ class NodeLayout(NamedTuple):
     def build(
         cls, forest: DraftForest, requests: Int64s, cu_num_logits: Int32s, device: torch.device
     ) -> NodeLayout:
-        """Lay out a step.
+        """Lay out a step with t trees, whose requests are at the places `requests`, int64 [t].
 
-        Parameters
-        ----------
-        forest
-            t trees.
-        requests : int64 [t]
-            The place in the batch of each tree's request.
-        cu_num_logits : int32 [r + 1]
-            The first logits row of each request, then the number of rows.
+        `cu_num_logits`, int32 [r + 1], has the first logits row of each request, then their number.
         """
         packed = _lay_out(forest.parents, forest.depths, forest.firsts, requests, cu_num_logits)
         parents, places, all_depths = to_device(packed, device)

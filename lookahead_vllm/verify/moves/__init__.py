@@ -29,12 +29,10 @@ class SlotMover(ABC):
 
     @abstractmethod
     def move_paths(self, src: Tensor, dst: Tensor) -> None:
-        """As `move`, for the accepted paths of r requests, which share no slots, see `walk.Walk`.
+        """As `move`, for the accepted paths of r requests, which share no slots.
 
-        Parameters
-        ----------
-        src, dst : int64 [r, width], on the caches' device
-            The slots of `origins` and `targets`.
+        `src` and `dst`, int64 [r, width] on the caches' device, are the slots of `origins` and
+        `targets` of a `walk.Walk`.
         """
 
     def read(self, slots: Tensor) -> Tensor:

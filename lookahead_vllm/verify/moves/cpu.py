@@ -9,19 +9,12 @@ import torch
 from torch import Tensor
 
 from lookahead_vllm.verify import native
-from lookahead_vllm.verify.attention.cpu import keys_and_values
 from lookahead_vllm.verify.moves import SlotMover
 from lookahead_vllm.verify.native import fields, i64, pointer
 
 
 class HostMover(SlotMover):
-    """Moves slots of caches on a CPU.
-
-    Parameters
-    ----------
-    num_slots : int
-        The slots of each cache.
-    """
+    """Moves slots of caches on a CPU, each of which has `num_slots`."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -109,9 +102,6 @@ class KVMover(HostMover):
         )
 
     def _copy(self, src: Tensor, dst: Tensor) -> None:
-        if self._library is None:
-            super()._copy(src, dst)
-            return
         self._library.lookahead_move_kv(
             self._layers, len(self._layers), self._block_size, self._element_size,
             len(src), src.data_ptr(), dst.data_ptr(), torch.get_num_threads(), self._packed,
@@ -123,3 +113,21 @@ class KVMover(HostMover):
             flat = cache.flatten(2)  # a view: the last two dimensions are contiguous
             for part in keys_and_values(flat, cache.shape[3] // 2, self._block_size, self._packed):
                 yield part, (blocks, slice(None), keys // part.shape[3], keys % part.shape[3])
+
+
+def keys_and_values(
+    blocks: Tensor, head_size: int, block_size: int, packed: bool
+) -> tuple[Tensor, Tensor]:
+    """Views of the K and the V of blocks, indexed in the same way for both layouts.
+
+    `blocks` is [blocks, kv_heads, 2 * block_size * head_size]; `packed` is as in TreeCall. K and V
+    are [blocks, kv_heads, keys / p, p, head_size / q, q] each: p keys and q head dimensions are
+    stored together; both are 1 unless `packed`.
+    """
+    keys, values = blocks.split(block_size * head_size, dim=-1)
+    if not packed:
+        keys = keys.unflatten(-1, (head_size, 1, block_size, 1)).permute(0, 1, 4, 5, 2, 3)
+        return keys, values.unflatten(-1, (block_size, 1, head_size, 1))
+    keys = keys.unflatten(-1, (block_size // 16, head_size // 2, 16, 2)).permute(0, 1, 2, 4, 3, 5)
+    values = values.unflatten(-1, (head_size // 16, block_size // 2, 16, 2))
+    return keys, values.permute(0, 1, 3, 5, 2, 4)

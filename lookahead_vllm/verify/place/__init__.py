@@ -85,16 +85,10 @@ class Split(NamedTuple):
         return 3 + 3 * (most_requests + most_rows)
 
     def write(self, forest: DraftForest, requests: Int64s, entries: Int64s) -> None:
-        """One row for each root and each node.
+        """One row for each root and each node of t trees.
 
-        Parameters
-        ----------
-        forest
-            t trees.
-        requests : int64 [t]
-            Each tree's request, from 0 to r - 1; none occurs twice.
-        entries : int64 [r]
-            The entry of each request in the table.
+        `requests`, int64 [t], is each tree's request, from 0 to r - 1; none occurs twice.
+        `entries`, int64 [r], is the entry of each request in the table.
         """
         nodes = forest.tokens, forest.parents, forest.depths, forest.firsts
         _pack(*nodes, requests, entries, self.packed, self.most_requests)

@@ -1,7 +1,6 @@
 """Recurrent layers at the nodes of trees, and causal convolutions along their paths, on a CPU.
 
-The compiled kernels (`cpu.cpp`) take float32 and bfloat16. There is no other
-implementation: `supported` tells at start-up whether they can be used.
+The compiled kernels (`cpu.cpp`) take DTYPES.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ from lookahead_vllm.verify.recurrence import Filter, GatedDelta, Mamba2, StateRo
 
 KEYS_FIRST = True
 """The layout of gated_delta's states."""
-_DTYPES = {torch.float32, torch.bfloat16}
+DTYPES = {torch.float32, torch.bfloat16}
 _RULES = (
     "starts ascend from 0 to at most the number of rows",
     "a request has at most as many rows and accepted tokens as columns, or as its window has room",
@@ -128,25 +127,14 @@ def path_windows(x: Tensor, window: Tensor, width: int, trees: StateRows) -> Ten
     """The inputs that a causal convolution reads before each row; also updates the window.
 
     Passed as conv states, they let a kernel for one token compute all rows at once, each as a
-    request of its own, so the rows are rounded as that kernel rounds.
-
-    Parameters
-    ----------
-    x, window, trees
-        As in `recurrence.convolution`, on the CPU; the window is updated in the same way.
-    width : int
-        Of the convolution's kernel, 2 to 8.
+    request of its own, so the rows are rounded as that kernel rounds. The arguments are those of
+    `recurrence.convolution`, on the CPU; the window is updated in the same way.
 
     Returns
     -------
     [n, dim, width - 1], like `window`
         The last inputs of each row's path, without its own; 0 in rows that belong to no request.
         It is contiguous as [n, width - 1, dim].
-
-    Raises
-    ------
-    ValueError
-        `trees` breaks a rule of `StateRows`, or `width` is out of range.
     """
     if not 2 <= width <= 8:
         raise ValueError(f"width is {width}; it may be 2 to 8")
@@ -179,18 +167,11 @@ class Mover:
                 state[target] = state[source]
 
 
-def supported(dtype: torch.dtype) -> bool:
-    """Whether there are kernels for states or inputs of this dtype; may compile them."""
-    return dtype in _DTYPES and native.available()
-
-
 def _library(cache: Tensor, *rows: Tensor) -> ctypes.CDLL:
     """The compiled kernels, for a cache and rows that all have one dtype."""
-    library = native.load()
-    assert library is not None, "there is no compiled kernel"
-    assert {cache.dtype, *(t.dtype for t in rows)} <= _DTYPES, (cache.dtype, rows[0].dtype)
+    assert {cache.dtype, *(t.dtype for t in rows)} <= DTYPES, (cache.dtype, rows[0].dtype)
     assert len({t.dtype for t in rows}) == 1, [t.dtype for t in rows]
-    return library
+    return native.load()
 
 
 def _convolve(

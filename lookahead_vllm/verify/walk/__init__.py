@@ -39,15 +39,8 @@ class Walk(NamedTuple):
     def places(self, cu_num_logits: Tensor) -> Tensor:
         """The place of each row of a path among its request's rows, the root's being 0.
 
-        Parameters
-        ----------
-        cu_num_logits : int32 [r + 1]
-            That of the walk.
-
-        Returns
-        -------
-        int64 [r, width]
-            The first `num_sampled` entries of a request are those of its path; the others are any.
+        int64 [r, width]: the first `num_sampled` entries of a request are those of its path; the
+        others are any. `cu_num_logits` is that of the walk.
         """
         firsts = cu_num_logits[:-1, None].long()
         columns = torch.arange(self.tokens.shape[1], device=firsts.device)

@@ -7,9 +7,9 @@ from lookahead_vllm.draft.fleet.member import Member
 from lookahead_vllm.draft.fleet.pieces import (
     MAX_MESSAGE_BYTES,
     MessageError,
-    PieceInserter,
     Pieces,
     _insert,
+    inserter,
     messages_of,
     unpack,
 )
@@ -104,5 +104,5 @@ def test_no_step_compiles_the_kernel_that_inserts_pieces() -> None:
     Member(make_proposer())
     before = len(_insert.signatures)
     inserted = unpack(messages_of(PIECES)[0], VOCAB)
-    PieceInserter(Trie(1024), 1, inserted)(inserted.tokens[:2])
+    inserter(Trie(1024), 1, inserted)(inserted.tokens[:2])
     assert before == len(_insert.signatures) > 0

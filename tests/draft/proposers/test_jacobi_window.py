@@ -124,8 +124,8 @@ def test_every_step_moves_the_window_as_the_papers_algorithm(
         step(proposer, "r", text, model, max_depth)
         window.iterate(before, model, max_depth)
         levels, columns = len(window.levels), len(window.levels[0])
-        assert proposer.branch.windows.filled[row] == levels
-        found = proposer.branch.windows.tokens[row, :levels, :columns].tolist()
+        assert proposer.branch.windows.arrays.filled[row] == levels
+        found = proposer.branch.windows.arrays.tokens[row, :levels, :columns].tolist()
         assert found[0][1:] == window.levels[0][1:] and found[1:] == window.levels[1:]
     assert len(text) - len(prompt) > 45
 

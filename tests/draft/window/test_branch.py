@@ -108,10 +108,10 @@ def test_the_window_of_a_comb_that_was_never_verified_starts_again():
     for _ in range(4):  # full
         verify(branch, ["r"], join(branch, ["r"], choose(branch, ["r"], None)))
     (row,) = windows.request_rows.rows_of(["r"])
-    assert windows.filled[row] == 4
+    assert windows.arrays.filled[row] == 4
     join(branch, ["r"], choose(branch, ["r"], None))  # and is not verified
     choose(branch, ["r"], None)
-    assert windows.filled[row] == 1
+    assert windows.arrays.filled[row] == 1
 
 
 def test_the_proposer_keeps_to_each_request_s_limits():

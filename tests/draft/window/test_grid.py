@@ -48,8 +48,8 @@ def full_window(shape, levels):
     windows = Windows(shape)
     windows.start("r", np.array([1, 2, 3], np.int32))
     (row,) = windows.request_rows.rows_of(["r"])
-    windows.filled[row] = shape.ngram_size - 1
-    windows.tokens[row, :, : shape.window_size] = levels
+    windows.arrays.filled[row] = shape.ngram_size - 1
+    windows.arrays.tokens[row, :, : shape.window_size] = levels
     return windows, np.array([row])
 
 
@@ -87,7 +87,7 @@ def test_cells_on_a_path_that_is_there_already_are_its_nodes():
     assert tree.tokens.tolist() == [5, 6, 7, 8, 9]
     assert tree.parents.tolist() == [-1, 0, -1, 0, 1]
     assert tree.sources.tolist() == [0, 0, 0, WINDOW, WINDOW]
-    assert windows.cells[rows[0], :, :3].tolist() == [[ROOT, 0, 1], [2, 3, 4]]
+    assert windows.arrays.cells[rows[0], :, :3].tolist() == [[ROOT, 0, 1], [2, 3, 4]]
 
 
 @pytest.mark.parametrize(("max_nodes", "max_depth"), [(3, 64), (128, 2), (1, 1), (0, 64)])
@@ -96,7 +96,7 @@ def test_cells_beyond_the_limits_are_absent(max_nodes, max_depth):
     tree = add_comb(windows, rows, DraftTree.chain([]), max_nodes, max_depth)
     tree.check(vocab_size=10, max_nodes=max_nodes)
     assert tree.depths.max(initial=0) <= max_depth
-    cells = windows.cells[rows[0], :, :3]
+    cells = windows.arrays.cells[rows[0], :, :3]
     assert len({c for c in cells.ravel().tolist() if c >= 0}) == len(tree) < 5
     assert (cells == ABSENT).any()
 

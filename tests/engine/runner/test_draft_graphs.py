@@ -294,7 +294,7 @@ class FakeBase:
 
 class Runner(GraphRunner, FakeBase):
     attention: Any = SimpleNamespace(
-        replaces_chains=lambda is_latent: False,
+        replaces_chains=False,
         unsupported_rows=lambda groups: None,
         merges_contexts=lambda groups, layers: True,
     )

@@ -187,7 +187,7 @@ def test_chains_are_verified_before_the_host_knows_them(
     if in_graphs:
         graph_engine.enable(monkeypatch)
     else:  # tree attention on a CPU wants to know where chains are
-        monkeypatch.setattr(CPUTreeAttention, "replaces_chains", lambda *_: False)
+        monkeypatch.setattr(CPUTreeAttention, "replaces_chains", False)
     accepted = {}
     options = dict(budget="auto", drafter=save_drafter("draft_model", tmp_path, 4))
     for waits in (True, False):

@@ -17,9 +17,6 @@ from lookahead_vllm.verify.attention.cpu import supported
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from tests.support.attention_cases import ROUNDING, AttentionCase, random_tree
 
-native_only = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
-IMPLS = ["reference", pytest.param("cpu", marks=native_only)]
-
 
 @st.composite
 def cases(draw):
@@ -50,33 +47,29 @@ def cases(draw):
     )
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @settings(max_examples=100, deadline=None)
 @given(case=cases())
-def test_it_equals_float64_and_writes_no_other_row(impl, case):
-    case.check(impl)
+def test_it_equals_float64_and_writes_no_other_row(case):
+    case.check()
 
 
-@native_only
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
 def test_every_head_size_and_every_number_of_rows(dtype):
     for packed in {False, dtype == torch.bfloat16}:
         options = {"dtype": dtype, "packed": packed}
         for head_size in (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512):
             tree = random_tree(np.random.default_rng(head_size), 6)
-            AttentionCase([tree], [33], head_size=head_size, **options).check("cpu")
+            AttentionCase([tree], [33], head_size=head_size, **options).check()
         for nodes in range(30):
             tree = random_tree(np.random.default_rng(nodes), nodes)
-            AttentionCase([tree], [20], heads=1, kv_heads=1, **options).check("cpu")
+            AttentionCase([tree], [20], heads=1, kv_heads=1, **options).check()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_tree_of_256_nodes_beside_an_empty_one(impl):
+def test_a_tree_of_256_nodes_beside_an_empty_one():
     trees = [random_tree(np.random.default_rng(1), 256), DraftTree.chain([])]
-    AttentionCase(trees, [100, 5], heads=3, kv_heads=1).check(impl)
+    AttentionCase(trees, [100, 5], heads=3, kv_heads=1).check()
 
 
-@native_only
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("window", [-1, 70])
 def test_threads_that_split_the_context_give_the_same(threads, window):
@@ -85,17 +78,16 @@ def test_threads_that_split_the_context_give_the_same(threads, window):
     try:
         tree = random_tree(np.random.default_rng(2), 9)
         case = AttentionCase([tree, tree], [1500, 3], block_size=32, window=window, sinks=True)
-        case.check("cpu")
+        case.check()
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
-def test_large_scores_are_exact(impl, dtype):
+def test_large_scores_are_exact(dtype):
     case = AttentionCase([random_tree(np.random.default_rng(3), 8)], [90], dtype=dtype)
     case.query *= 200
-    case.check(impl, atol=1e-3)
+    case.check(atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +97,7 @@ def test_large_scores_are_exact(impl, dtype):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_chain_equals_vllm(impl, dtype, options):
+def test_a_chain_equals_vllm(dtype, options):
     ops = pytest.importorskip("vllm._custom_ops")
     trees = [DraftTree.chain(range(n)) for n in (7, 3, 12)]
     contexts = [70, 0, 150]
@@ -128,7 +119,7 @@ def test_a_chain_equals_vllm(impl, dtype, options):
         case.window, case.block_table[case.batch.requests.long()].contiguous(), case.soft_cap,
         scheduler_metadata, sinks if dtype == torch.bfloat16 or sinks is None else sinks.float(),
     )  # fmt: skip
-    torch.testing.assert_close(case.run(impl), expected, rtol=2 * ROUNDING[dtype], atol=1e-5)
+    torch.testing.assert_close(case.run(), expected, rtol=2 * ROUNDING[dtype], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -159,10 +150,9 @@ def test_the_cache_layout_is_that_of_vllm(isa, head_size, dtype):
     assert torch.equal(cache.nan_to_num(), case.kv_cache.nan_to_num())
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_batch_without_trees_writes_nothing(impl):
+def test_a_batch_without_trees_writes_nothing():
     case = AttentionCase([DraftTree.chain([1])], [4])
-    assert case.run(impl, TreeBatch.build([], [], [], [])).isnan().all()
+    assert case.run(TreeBatch.build([], [], [], [])).isnan().all()
 
 
 def test_what_is_supported():
@@ -170,7 +160,8 @@ def test_what_is_supported():
     assert not supported(16, torch.bfloat16, 128)
     assert not supported(64, torch.float64, 128)
     assert not supported(64, torch.float32, 24)
-    assert supported(64, torch.bfloat16, 32, packed=True)
+    reads_packed = bool(native.load().lookahead_reads_packed())
+    assert supported(64, torch.bfloat16, 32, packed=True) == reads_packed
     assert not supported(64, torch.float16, 32, packed=True)
 
 
@@ -186,13 +177,12 @@ before = len(os.listdir("/proc/self/task"))
 cache, table = torch.randn(9, 3, 128, 64), torch.arange(9).int()[None]
 batch = TreeBatch.build([DraftTree.chain(range(7))], [0], [0], [1000])
 query = torch.randn(8, 3, 32)
-tree_attention(TreeCall(query, cache, query.clone(), table, batch, 1.0), "cpu")
+tree_attention(TreeCall(query, cache, query.clone(), table, batch, 1.0))
 assert before >= 3
 assert len(os.listdir("/proc/self/task")) == before
 """
 
 
-@native_only
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_the_kernel_starts_no_threads_beside_torch():
     subprocess.run([sys.executable, "-c", COUNT_THREADS], check=True)

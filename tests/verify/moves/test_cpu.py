@@ -1,23 +1,12 @@
 """A move copies K and V of a slot in every layer; all other slots stay unchanged."""
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.verify import native
 from lookahead_vllm.verify.moves.cpu import KVMover, LatentMover
 from tests.support.packing import pack, unpack
-
-LIBRARIES = [
-    None,
-    pytest.param(
-        native.load(), marks=pytest.mark.skipif(not native.available(), reason="no C++ compiler")
-    ),
-]
-"""The compiled kernel, or none: moves by torch."""
 
 
 def make_cache(blocks, heads, block_size, head_size, dtype, strided):
@@ -38,11 +27,6 @@ def slots_of(cache: torch.Tensor) -> dict[int, tuple[bytes, bytes]]:
     return slots
 
 
-def mover(caches: list[torch.Tensor], library, packed: bool = False) -> KVMover:
-    with mock.patch.object(native, "load", lambda: library):
-        return KVMover(caches, 16, packed)
-
-
 @st.composite
 def moves(draw, slots):
     """Moves of two requests over disjoint slots, by ascending source, each to a lower slot."""
@@ -59,7 +43,6 @@ def moves(draw, slots):
     return src, dst
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=["torch", "compiled"])
 @settings(max_examples=40, deadline=None)
 @given(
     moves=moves(slots=5 * 16),
@@ -69,7 +52,7 @@ def moves(draw, slots):
     layers=st.integers(1, 3),
     packed=st.booleans(),
 )
-def test_moves_equal_those_of_a_dict(library, moves, dtype, strided, heads, layers, packed):
+def test_moves_equal_those_of_a_dict(moves, dtype, strided, heads, layers, packed):
     src, dst = moves
     packed = packed and dtype == torch.bfloat16
     caches = [make_cache(5, heads, 16, 32, dtype, strided) for _ in range(layers)]
@@ -78,27 +61,25 @@ def test_moves_equal_those_of_a_dict(library, moves, dtype, strided, heads, laye
         contents.update({to: contents[at] for at, to in zip(src, dst, strict=True)})
     for cache in caches if packed else []:
         pack(cache)
-    mover(caches, library, packed).move(torch.tensor(src).long(), torch.tensor(dst).long())
+    KVMover(caches, 16, packed).move(torch.tensor(src).long(), torch.tensor(dst).long())
     for cache in caches if packed else []:
         unpack(cache)
     assert [slots_of(cache) for cache in caches] == expected
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=["torch", "compiled"])
-def test_entries_may_map_to_themselves(library):
+def test_entries_may_map_to_themselves():
     cache = make_cache(4, 2, 16, 64, torch.bfloat16, strided=False)
     before = slots_of(cache)
     # A root, a node in its place, a node that moves; vLLM's mark for no slot.
     src, dst = torch.tensor([17, 17, 40, 17, -1]), torch.tensor([17, 17, 19, 17, -1])
-    mover([cache], library).move(src, dst)
+    KVMover([cache], 16).move(src, dst)
     assert slots_of(cache) == before | {19: before[40]}
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=["torch", "compiled"])
-def test_layers_may_differ_in_heads_and_head_size(library):
+def test_layers_may_differ_in_heads_and_head_size():
     caches = [make_cache(3, h, 16, d, torch.float32, h == 2) for h, d in ((1, 32), (2, 48))]
     before = [slots_of(cache) for cache in caches]
-    mover(caches, library).move(torch.tensor([40]), torch.tensor([3]))
+    KVMover(caches, 16).move(torch.tensor([40]), torch.tensor([3]))
     for cache, contents in zip(caches, before, strict=True):
         assert slots_of(cache) == contents | {3: contents[40]}
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lookahead_vllm.verify import native
 from lookahead_vllm.verify.recurrence import cpu
 from tests.support.recurrence_cases import (
     LAYERS,
@@ -22,20 +21,12 @@ from tests.support.recurrence_cases import (
     rows_of,
     with_paths,
 )
-from tests.verify.conftest import IS_INTERPRETED
 
 F32, BF16 = torch.float32, torch.bfloat16
 HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 ROUNDS_TO_NEAREST = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 """Without these instructions, vLLM's recurrences round to bfloat16 in a way of their own."""
 SIZES = [6, 0, 1, 4]
-
-
-@pytest.fixture
-def kernels() -> None:
-    """Triton's interpreter, or the compiled kernels."""
-    if not IS_INTERPRETED and not native.available():
-        pytest.skip("there is no compiler")
 
 
 def check_bits(actual: Tensor, expected: Tensor) -> None:
@@ -88,7 +79,7 @@ def check(layer: Layer, step: Step) -> None:
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("seed", "chains"), [(0, False), (1, False), (2, False), (0, True)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_each_row_continues_its_parent(kind: str, seed: int, chains: bool, kernels: None) -> None:
+def test_each_row_continues_its_parent(kind: str, seed: int, chains: bool) -> None:
     step = random_step(seed, SIZES, chains=chains, paddings=seed % 3)
     check(LAYERS[kind](seed), step)
 
@@ -96,9 +87,7 @@ def test_each_row_continues_its_parent(kind: str, seed: int, chains: bool, kerne
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [(BF16, BF16), (BF16, F32), (F32, BF16)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_other_dtypes(
-    kind: str, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: None
-) -> None:
+def test_other_dtypes(kind: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     check(LAYERS[kind](5, dtype, cache_dtype), random_step(5, [7, 0, 5]))
 
 
@@ -117,9 +106,7 @@ def commit(
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("dtype", "commits"), [(F32, True), (F32, False), (BF16, True)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_steps_of_trees_equal_plain_decode(
-    kind: str, dtype: torch.dtype, commits: bool, kernels: None
-) -> None:
+def test_steps_of_trees_equal_plain_decode(kind: str, dtype: torch.dtype, commits: bool) -> None:
     """Bit by bit, through the commits; rounding in the cache is that of plain decode."""
     layer = LAYERS[kind](4, dtype, dtype)
     cache, plain = layer.cache.clone(), layer.cache.clone()
@@ -151,8 +138,6 @@ def test_steps_of_trees_equal_plain_decode(
 
 
 def test_parents_that_no_tree_has_are_refused() -> None:
-    if not native.available():
-        pytest.skip("there is no compiler")
     step = random_step(0, [4])
     changes: list[tuple[str, dict[str, Tensor], str]] = [
         ("mamba2", {"parents": torch.tensor([0, 0, 3, 0, 0, 0], dtype=torch.int32)}, "parent"),
@@ -175,8 +160,8 @@ def ops() -> Any:
     pytest.importorskip("vllm")
     from vllm import _custom_ops
 
-    if not native.available() or not hasattr(torch.ops._C, "selective_state_update_cpu"):
-        pytest.skip("vLLM's kernels for CPUs, or a compiler, are missing")
+    if not hasattr(torch.ops._C, "selective_state_update_cpu"):
+        pytest.skip("vLLM's kernels for CPUs are missing")
     return _custom_ops
 
 
@@ -286,7 +271,7 @@ def test_convolutions_have_the_bits_of_vllms_kernel(
     assert torch.equal(out, expected)
 
 
-def test_windows_of_paths(kernels: None) -> None:
+def test_windows_of_paths() -> None:
     layer = Convolution(0, F32, BF16)
     step = random_step(2, [7, 0, 9], branches=True)
     (x,) = layer.draw(step.num_rows)

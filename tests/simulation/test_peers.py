@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead_vllm.cli.peers import PEERS, SuffixV2
 from lookahead_vllm.options.allowed import OptionError
+from lookahead_vllm.simulation.peers import SuffixV2
 from lookahead_vllm.simulation.proposers import choose_proposers
 from lookahead_vllm.simulation.replay import Pace, simulate
 from lookahead_vllm.simulation.traces import load_traces
@@ -22,7 +22,7 @@ def replayed(name: str, tmp_path: Path) -> tuple[float, float]:
     """Tokens and nodes a step, of a text that repeats six tokens."""
     line = dict(prompt_token_ids=[1, 2], output_token_ids=[*range(10, 16)] * 5)
     file = load_traces(jsonl(tmp_path / "t.jsonl", line))
-    (make,) = choose_proposers(name, PEERS).values()
+    (make,) = choose_proposers(name).values()
     entry = simulate(partial(make, 4, None, 0), 4, [file], ["cold"], pace=Pace(1, 0.01))["cold"]
     return entry["edl"], entry["nodes"]
 
@@ -77,13 +77,13 @@ def test_a_peer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch
     for name in ("arctic_inference.suffix_decoding", "vllm.v1.spec_decode"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(OptionError, match="suffix: it needs arctic-inference: pip install"):
-        choose_proposers("suffix", PEERS)
+        choose_proposers("suffix")
     with pytest.raises(OptionError, match="prompt_lookup: it is vLLM's, which cannot be imported"):
-        choose_proposers("prompt_lookup", PEERS)
+        choose_proposers("prompt_lookup")
     with pytest.raises(OptionError, match="did you mean 'suffix'"):
-        choose_proposers("sufix", PEERS)
+        choose_proposers("sufix")
     with pytest.raises(OptionError, match="prompt_lookup has no settings here; leave max=3 out"):
-        choose_proposers("prompt_lookup:max=3", PEERS)
+        choose_proposers("prompt_lookup:max=3")
 
 
 # vLLM's `suffix` for Model Runner V2, against a search of everything.
