@@ -154,6 +154,7 @@ def test_the_console_command_takes_what_is_shown(
         main([*subcommand, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
+    assert text.startswith(f"usage: lookahead-vllm {' '.join(subcommand)} ")
     assert all(re.search(rf"{word}\b", text) for word in words if word.startswith("--"))
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from lookahead_vllm.draft.cache.warming import TextError, check_texts, read_text
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.files import jsonl
 from tests.support.tokenizer import save_tokenizer
 
 WORDS = ["[UNK]", "<user>", "<bot>", "<end>", *(f"w{i}" for i in range(60))]
@@ -61,11 +61,6 @@ def tokenizer(renderer: ServerRenderer) -> Any:
 
 def ids(text: str) -> list[int]:
     return [WORDS.index(word) for word in text.split()]
-
-
-def write(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def texts(path: Path, renderer: ServerRenderer) -> list[tuple[list[int], list[int]]]:
@@ -107,7 +102,7 @@ def texts(path: Path, renderer: ServerRenderer) -> list[tuple[list[int], list[in
 def test_every_kind_of_line_is_an_answer_after_its_prompt(
     line: Any, expected: list[tuple[str, str]], tmp_path: Path, renderer: ServerRenderer
 ) -> None:
-    path = write(tmp_path / "a.jsonl", line)
+    path = jsonl(tmp_path / "a.jsonl", line)
     assert texts(path, renderer) == [(ids(before), ids(answer)) for before, answer in expected]
 
 
@@ -201,7 +196,7 @@ def test_an_answer_is_the_end_of_the_chat_that_vllm_renders(
         {"role": "user", "content": PARTS},
         {"role": "assistant", **answer},
     ]
-    path = write(tmp_path / "a.jsonl", {"messages": messages, "tools": [TOOL], "model": "x"})
+    path = jsonl(tmp_path / "a.jsonl", {"messages": messages, "tools": [TOOL], "model": "x"})
     ((prompt, ids),) = texts(path, renderer)
     assert renderer.tokenizer.decode(ids) == learned
     assert prompt == rendered_by_vllm(renderer, messages[:2], add_generation_prompt=True)
@@ -229,7 +224,7 @@ def test_a_line_that_vllm_refuses_is_named_and_skipped(
 ) -> None:
     image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
     custom = [{"id": "1", "type": "custom", "custom": {"name": "w1", "input": "w2"}}]
-    path = write(
+    path = jsonl(
         tmp_path / "a.jsonl",
         {"text": "w1 w2 w3 w4"},
         chat([image], "w9"),
@@ -323,18 +318,14 @@ def test_prompts_are_inserted_whole(
     options = argparse.Namespace(add=add, out=cache, max_nodes=None if add else 8192)
     proposer = make_proposer(options, fingerprint)
     proposer.start("r", [*range(1000, 1150), 1100, 1101])
-    assert draft_trees(proposer, [DraftLimits("r", 64, 64)])[0].tokens[:4].tolist() == [
-        1102,
-        1103,
-        1104,
-        1105,
-    ]
+    (tree,) = draft_trees(proposer, [DraftLimits("r", 64, 64)])
+    assert tree.tokens[:4].tolist() == [1102, 1103, 1104, 1105]
 
 
 def test_add_extends_the_file_and_keeps_its_ngrams(
     cache: Path, model: Path, tokenizer: Any
 ) -> None:
-    more = write(cache.with_name("b.jsonl"), {"prompt": "w50", "response": "w51 w52 w53"})
+    more = jsonl(cache.with_name("b.jsonl"), {"prompt": "w50", "response": "w51 w52 w53"})
     options = ["build", "--model", str(model), "--texts", str(more), "--out", str(cache), "--add"]
     assert main([*options, "--namespace", "team-a"]) == 0
     assert drafted(cache, tokenizer, "w3 w4 w5")[:1] == ids("w6")
@@ -376,7 +367,7 @@ def test_a_wrong_command_line_gets_one_sentence(
     given: str, message: str, cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = dict(model=model, there=cache.parent, text=cache.with_name("a.txt"), cache=cache)
-    places["ids"] = write(cache.with_name("ids.jsonl"), {"output_token_ids": [64]})
+    places["ids"] = jsonl(cache.with_name("ids.jsonl"), {"output_token_ids": [64]})
     before = sorted(cache.parent.iterdir())
     with pytest.raises(SystemExit) as error:
         main([part.format(**places) for part in given.split()])

@@ -33,14 +33,6 @@ def test_help_has_a_line_for_each_command_and_imports_nothing_large() -> None:
         assert any(line.split() == [name, *text.split()] for line in lines)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([command, "--help"])
-    assert not stopped.value.code
-    assert capsys.readouterr().out.startswith(f"usage: lookahead-vllm {command} ")
-
-
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])

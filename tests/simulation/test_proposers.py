@@ -46,7 +46,6 @@ def test_recorded_chains_are_in_the_trees_of_a_proposer_with_a_drafter(tmp_path:
     ("names", "message"),
     [
         ("", "name at least one"),
-        ("ngram_tri", "no such proposer; did you mean 'ngram_trie'?"),
         ("jacobi_window", "measure it with scripts/bench.py"),
         ("medusa", "no such proposer; there are ngram_trie"),
         ("ngram_trie,ngram_trie", "given twice"),

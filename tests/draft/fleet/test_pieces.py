@@ -90,8 +90,7 @@ def test_long_pieces_become_several_messages_and_too_long_ones_none() -> None:
 
 @pytest.mark.parametrize("cut", [0, 3, 4, 11, -1])
 def test_a_message_that_is_cut_or_extended_is_refused(cut: int) -> None:
-    pieces = Pieces(np.ones((2, NUM_HASHES), np.uint64), np.array([2, 1]), np.arange(3, dtype="i4"))
-    (message,) = messages_of(pieces)
+    (message,) = messages_of(PIECES)
     assert unpack(message, 3).tokens.tolist() == [0, 1, 2]
     for wrong in (message[:cut], message + b"\0\0\0\0"):
         with pytest.raises(MessageError):
