@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.ops import topk_topp_sampler
@@ -43,18 +43,7 @@ def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(mode: CUDAGraphMode) -> Any:
-    return SimpleNamespace(
-        compilation_config=CompilationConfig(
-            mode=CompilationMode.VLLM_COMPILE,
-            cudagraph_mode=mode,
-            cudagraph_capture_sizes=SIZES,
-            max_cudagraph_capture_size=SIZES[-1],
-        ),
-        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
-        speculative_config=None,
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-    )
+    return recorded_graphs.config_of(mode, SIZES, REQUESTS)
 
 
 def manager_of(
@@ -98,11 +87,8 @@ CHOICES: dict[CUDAGraphMode, tuple[tuple[CUDAGraphMode, int, bool], ...]] = {
     PIECEWISE: tuple((PIECEWISE, tokens, False) for tokens in (8, 8, 8, 40, 96)),
     # Graphs for any batch.
     FULL: (
-        (FULL, 8, False),
-        (FULL, 8, False),
-        (FULL, 8, True),
-        (NONE, 37, False),
-        (NONE, 70, False),
+        *((FULL, 8, False), (FULL, 8, False), (FULL, 8, True)),
+        *((NONE, 37, False), (NONE, 70, False)),
     ),
     DECODE_ONLY: (
         *((FULL, 8, False), (FULL, 8, True), (FULL, 8, True), (NONE, 37, False), (NONE, 70, False)),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu.input_batch import InputBuffers
@@ -94,21 +94,8 @@ class Engine:
         runner.cudagraph_manager = self.manager = self.captured()
 
     def captured(self) -> DraftGraphManager:
-        sizes = [8, 64, ROWS]
-        compilation = CompilationConfig(
-            mode=CompilationMode.VLLM_COMPILE,
-            cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
-            cudagraph_capture_sizes=sizes,
-            max_cudagraph_capture_size=ROWS,
-        )
-        config: Any = SimpleNamespace(
-            compilation_config=compilation,
-            scheduler_config=SimpleNamespace(max_num_seqs=ENTRIES),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
-            speculative_config=None,
-            cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        )
-        mode = compilation.cudagraph_mode
+        sizes, mode = [8, 64, ROWS], CUDAGraphMode.FULL_DECODE_ONLY
+        config = recorded_graphs.config_of(mode, sizes, ENTRIES)
         manager = DraftGraphManager(AttendedTrees(), config, CPU, mode, decode_query_len=1)
         assert manager.add_draft_graphs(LONGEST) == sizes
         manager.hidden_states = torch.zeros(ROWS, VOCAB, dtype=self.table.dtype)
