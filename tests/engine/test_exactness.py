@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.sampling_params import BeamSearchParams
 
 from lookahead_vllm.draft.trie import growth
@@ -18,7 +18,9 @@ from tests.support.driving import (
     generate,
     generate_staggered,
     obstacle_of,
+    of_length,
     random_prompts,
+    record_plain,
     runner_of,
 )
 from tests.support.proposers import record
@@ -27,14 +29,11 @@ Answers = list[list[list[int]]]
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
-
-
-LENGTH: dict[str, Any] = dict(ignore_eos=True, detokenize=False)
 SEEDED = [
-    SamplingParams(temperature=0.8, seed=1, max_tokens=40, **LENGTH, **extra)
+    of_length(40, temperature=0.8, seed=1, **extra)
     for extra in (dict(), dict(top_k=5), dict(top_p=0.7), dict(top_k=20, top_p=0.9, n=4), dict(n=4))
 ]
-LONG = SamplingParams(temperature=0, max_tokens=90, **LENGTH)
+LONG = of_length(90)
 PROMPTS = random_prompts(12, 30, seed=3)
 LONG_PROMPTS = random_prompts(8, 40, seed=2)
 IN_CHUNKS = [random_prompts(1, 60, seed=s)[0] * 3 for s in (8, 9)]
@@ -76,10 +75,8 @@ def plain(llama: Path) -> Plain:
 def test_output_equals_plain_vllm_under_every_engine_setting(settings: dict, llama: Path) -> None:
     shared = random_prompts(1, 60, seed=5)[0]
     prompts = [(shared + p)[:70] for p in random_prompts(8, 60, seed=1)]
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
-    with engine(llama, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
-    record(prompts, vanilla)
+    params = of_length(60)
+    vanilla = record_plain(llama, prompts, params, **settings)
     with engine(llama, HIDDEN, **settings) as llm:
         assert generate_staggered(llm, prompts, params) == vanilla
         assert generate(llm, prompts, params) == vanilla
@@ -87,9 +84,7 @@ def test_output_equals_plain_vllm_under_every_engine_setting(settings: dict, lla
 
 
 def test_output_over_an_fp8_cache_equals_plain_vllms(llama: Path) -> None:
-    with engine(llama, kv_cache_dtype="fp8") as llm:
-        vanilla = generate(llm, PROMPTS)
-    record(PROMPTS, vanilla)
+    vanilla = record_plain(llama, PROMPTS, kv_cache_dtype="fp8")
     with engine(llama, HIDDEN, kv_cache_dtype="fp8") as llm:
         assert "holds torch.uint8" in str(obstacle_of(llm))
         assert generate(llm, PROMPTS) == vanilla
@@ -127,11 +122,8 @@ def test_preempted_requests_keep_their_output(
 def test_max_tokens_and_stop_tokens_cut_a_burst(proposer: str, llama: Path, plain: Plain) -> None:
     record(PROMPTS, plain.greedy)
     texts = [text for (text,) in plain.greedy]
-    short = [SamplingParams(temperature=0, max_tokens=1 + i, **LENGTH) for i in range(len(PROMPTS))]
-    stopped = [
-        SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[text[7 + i]], **LENGTH)
-        for i, text in enumerate(texts)
-    ]
+    short = [of_length(1 + i) for i in range(len(PROMPTS))]
+    stopped = [of_length(40, stop_token_ids=[text[7 + i]]) for i, text in enumerate(texts)]
     with engine(llama, {"proposer": proposer, "budget": 16}) as llm:
         assert generate(llm, PROMPTS, short) == [[text[: 1 + i]] for i, text in enumerate(texts)]
         for (answer,), text, params in zip(
@@ -213,23 +205,10 @@ def test_malformed_trees_are_not_verified(llama: Path, plain: Plain) -> None:
         assert counters.nodes == 0
 
 
-def test_a_proposer_that_raises_costs_its_step_the_drafts_and_nothing_else(
-    llama: Path, plain: Plain
-) -> None:
-    record(PROMPTS, plain.greedy)
-    with engine(llama, {"proposer": "failing", "budget": 16}) as llm:
-        assert generate(llm, PROMPTS) == plain.greedy
-        counters = drafter_of(llm).counters
-        assert counters.failures > 1
-        assert counters.accepted_nodes > 16
-
-
 def test_beam_search_and_requests_with_lookahead_off_get_no_drafts(llama: Path) -> None:
     prompts = random_prompts(2, 30, seed=19)
     beams = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
-    off = SamplingParams(
-        temperature=0, max_tokens=20, detokenize=False, extra_args={"lookahead_enabled": False}
-    )
+    off = of_length(20, extra_args={"lookahead_enabled": False})
 
     def ask(llm: LLM) -> list[list[list[int]]]:
         outputs = llm.beam_search([{"prompt_token_ids": p} for p in prompts], beams)

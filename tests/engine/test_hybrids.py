@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
 from benchmarks.port.seams import SEAMS
@@ -25,7 +25,9 @@ from tests.support.driving import (
     generate,
     generate_staggered,
     obstacle_of,
+    of_length,
     random_prompts,
+    record_plain,
 )
 from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of, use_float32_gated_delta
 from tests.support.models import WANDERING, save_config
@@ -35,9 +37,7 @@ use_float32_gated_delta()
 
 HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 6, "budget": 6}
 PROMPTS = random_prompts(12, 60)
-SEEDED = SamplingParams(
-    temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, detokenize=False, top_k=20, n=2
-)
+SEEDED = of_length(30, temperature=0.8, seed=1, top_k=20, n=2)
 Answers = list[list[list[int]]]
 
 
@@ -77,9 +77,7 @@ def test_cached_states_survive_preemptions_aborts_and_resets(tmp_path: Path) -> 
     model = save_config("falcon_h1", tmp_path, HYBRIDS)
     settings = CACHING | dict(load_format=WANDERING, kv_cache_memory_bytes=8 << 20)
     prompts = [PROMPTS[i % 3] * 2 + PROMPTS[i] for i in range(12)]
-    with engine(model, **settings) as plain:
-        answers = generate(plain, prompts)
-    record(prompts, answers)
+    answers = record_plain(model, prompts, **settings)
     with engine(model, HIDDEN, **settings) as llm:
         for others in ({}, {"reset_every": 7}, {"every": 1}, {"reset_every": 11, "every": 4}):
             aborted = {1, 5} if "every" in others else set()
@@ -118,9 +116,7 @@ def test_blocks_have_room_for_the_windows_of_many_nodes(tmp_path: Path) -> None:
     A draft has no more than half of a block's tokens.
     """
     model, settings = save_config("lfm2", tmp_path, HYBRIDS), CACHING | settings_of("lfm2")
-    with engine(model, **settings) as plain:
-        greedy = generate(plain, PROMPTS)
-    record(PROMPTS, greedy)
+    greedy = record_plain(model, PROMPTS, **settings)
     nodes = {"num_speculative_tokens": 64, "budget": 64}
     with engine(model, HIDDEN | nodes, **settings) as llm:
         assert generate(llm, PROMPTS) == greedy
@@ -144,8 +140,7 @@ class Hybrid(NamedTuple):
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
     model = save_config("falcon_h1", tmp_path_factory.mktemp("hybrid"), HYBRIDS)
-    with engine(model, load_format=WANDERING) as plain:
-        answers = generate(plain, PROMPTS)
+    answers = record_plain(model, PROMPTS, load_format=WANDERING)
     with engine(model, HIDDEN, load_format=WANDERING) as llm:
         yield Hybrid(model, llm, answers)
 

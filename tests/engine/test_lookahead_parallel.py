@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.fuzz.processes import WorkerExtension
 from tests.support.driving import engine, generate, generate_staggered, random_prompts
+from tests.support.logprobs import answers_with_logprobs, assert_same_logprobs
 from tests.support.proposers import RECORDED
 from tests.support.ranks import (
     GREEDY,
@@ -69,7 +70,7 @@ class Plain(NamedTuple):
     """What plain vLLM answers on one rank."""
 
     answers: Answers
-    to_batches: list[tuple[list[int], Any]]
+    to_batches: list[Any]
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +79,12 @@ def plain(llama: Path) -> Plain:
         return Plain(plain_answers(llm), answers_to_batches(llm))
 
 
-def answers_to_batches(llm: LLM) -> list[tuple[list[int], Any]]:
-    """Tokens and logprobs."""
-    outputs = [
-        output.outputs[0]
+def answers_to_batches(llm: LLM) -> list[Any]:
+    return [
+        answer
         for params in BATCHES
-        for output in llm.generate(
-            [TokensPrompt(prompt_token_ids=p) for p in TEXTS[: len(params)]],
-            params,
-            use_tqdm=False,
-        )
+        for answer in answers_with_logprobs(llm, TEXTS[: len(params)], params)
     ]
-    return [(list(output.token_ids), output.logprobs) for output in outputs]
 
 
 @contextmanager
@@ -136,17 +131,7 @@ def test_two_replicas(llama: Path, plain: Plain, tmp_path: Path) -> None:
         check_ranks(llm)
         # Parameters, grammars and logprobs: nodes of some requests are shared, of others not.
         for _ in range(2):
-            check_batches(answers_to_batches(llm), plain.to_batches)
-
-
-def check_batches(answers: list[Any], expected: list[Any]) -> None:
-    for (tokens, logprobs), (same_tokens, same_logprobs) in zip(answers, expected, strict=True):
-        assert tokens == same_tokens
-        assert (logprobs is None) == (same_logprobs is None)
-        for at_token, same in zip(logprobs or (), same_logprobs or (), strict=True):
-            assert at_token.keys() == same.keys()
-            for token, logprob in same.items():
-                assert at_token[token].logprob == pytest.approx(logprob.logprob, abs=1e-4)
+            assert_same_logprobs(answers_to_batches(llm), plain.to_batches)
 
 
 def test_two_replicas_of_two_ranks(llama: Path, plain: Plain, tmp_path: Path) -> None:

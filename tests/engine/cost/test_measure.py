@@ -21,7 +21,14 @@ from lookahead_vllm.engine.cost.timed_passes import (
     measure,
 )
 from lookahead_vllm.engine.runner.forward_passes import RunnerPasses
-from tests.support.driving import drafter_of, engine, generate, random_prompts, runner_of
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    random_prompts,
+    record_plain,
+    runner_of,
+)
 
 AUTO = {"proposer": "ngram_trie"}
 
@@ -71,8 +78,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
 @pytest.mark.usefixtures("_timed")
 def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[Measurement]) -> None:
     prompts = random_prompts(3, 30)
-    with engine(llama) as plain:
-        vanilla = generate(plain, prompts)
+    vanilla = record_plain(llama, prompts)
     for _ in range(2):
         with engine(llama, AUTO, drafts=None) as llm:
             cost = drafter_of(llm).proposer.cost

@@ -28,14 +28,7 @@ from lookahead_vllm.engine.front_end.stat_logger import (
     ReportingOutputs,
 )
 from lookahead_vllm.engine.step_report import StepReport
-from tests.support import proposers  # noqa: F401  (registers them)
-from tests.support.driving import (
-    GREEDY,
-    engine,
-    generate,
-    generate_staggered,
-    random_prompts,
-)
+from tests.support.driving import GREEDY, engine, generate, generate_staggered, random_prompts
 
 REPOSITORY = Path(__file__).parents[3]
 DOCS = REPOSITORY / "docs" / "metrics.md"

@@ -20,11 +20,16 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
 from lookahead_vllm.engine.grammar.tree_walk import GrammarTreeWalk
-from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    grown_forests,
+    random_prompts,
+    record_plain,
+)
 from tests.support.models import TINY, WANDERING, save_config
-from tests.support.proposers import record
 from tests.support.smollm2 import SMOLLM2
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
@@ -81,9 +86,7 @@ def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> Non
     params = [under(KINDS[k], s) for k in kinds for s in (None, 1, 2)]
     params += [under(None, None), under(None, 4)]
     prompts = random_prompts(len(params), 30, seed=71)
-    with engine(llama, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
-    record(prompts, vanilla)
+    vanilla = record_plain(llama, prompts, params, **settings)
     with engine(llama, HIDDEN, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla
         counters = drafter_of(llm).counters
@@ -107,8 +110,7 @@ def test_tokens_that_the_grammar_dictates_are_drafted(backend: str, llama: Path)
     params += [under(KINDS["json"], None), under(KINDS["choice"], 3)]
     params += [under(forced, 4, n=2), under(forced, 5, min_tokens=20)]
     prompts = random_prompts(len(params), 30, seed=81)
-    with engine(llama, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
+    vanilla = record_plain(llama, prompts, params, **settings)
     with engine(llama, {"proposer": "recorder"}, **settings) as llm:
         assert generate(llm, prompts[:1], params[:1]) == vanilla[:1]
         counters = drafter_of(llm).counters
@@ -137,10 +139,8 @@ def test_a_grammar_waits_for_the_end_of_reasoning(
         seed = None if i % 2 else i
         params.append(under(KINDS["regex" if i % 3 else "choice"], seed, logit_bias={stop: i % 8}))
         prompts.append([*prompt, stop] if i in (3, 4) else prompt)
-    with engine(llama, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
+    vanilla = record_plain(llama, prompts, params, **settings)
     assert sum(stop in answer[0] for answer in vanilla) > 4
-    record(prompts, vanilla)
     with engine(llama, HIDDEN, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla
         assert drafter_of(llm).counters.moved_tokens > 10
@@ -156,9 +156,7 @@ def test_grammars_survive_preemption_and_chunked_prompts(llama: Path) -> None:
     settings: dict[str, Any] = dict(skip_tokenizer_init=False)
     params = [under(KINDS[k], s) for k in KINDS for s in (None, 1)]
     prompts = random_prompts(len(params), 60, seed=95)
-    with engine(llama, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
-    record(prompts, vanilla)
+    vanilla = record_plain(llama, prompts, params, **settings)
     tight = dict(block_size=32, num_gpu_blocks_override=14)
     chunked = dict(max_num_batched_tokens=48, max_num_seqs=4)
     for extra in (tight, chunked):
@@ -321,16 +319,8 @@ def test_a_walk_that_fails_leaves_the_grammar_where_it_was(
 @pytest.mark.usefixtures("compiled_at_once")
 @pytest.mark.parametrize("max_step_nodes", [0, 8])
 def test_what_grammars_dictate_is_within_the_nodes_of_a_step(
-    llama: Path, max_step_nodes: int, monkeypatch: pytest.MonkeyPatch
+    llama: Path, max_step_nodes: int
 ) -> None:
-    grow, nodes = LateDrafts.grow, []
-
-    def recorded(self: LateDrafts, *args: Any) -> Any:
-        drafts = grow(self, *args)
-        nodes.append(drafts.forest.num_nodes)
-        return drafts
-
-    monkeypatch.setattr(LateDrafts, "grow", recorded)
     regex = "the name and the number of the person is [0-9]{3}"
     params = SamplingParams(
         temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(regex=regex)
@@ -339,7 +329,9 @@ def test_what_grammars_dictate_is_within_the_nodes_of_a_step(
     drafts = max_step_nodes > 0
     with engine(llama, lookahead, drafts, skip_tokenizer_init=False) as llm:
         drafter_of(llm).max_step_nodes = max_step_nodes
+        forests = grown_forests(llm)
         generate(llm, random_prompts(12, 20, seed=3), params)
+    nodes = [forest.num_nodes for forest in forests]
     assert max(nodes) <= max_step_nodes and any(nodes) is drafts
 
 
@@ -369,8 +361,7 @@ def test_grammars_with_characters_of_several_tokens(tmp_path: Path) -> None:
     )
     params = [under(g, s) for g in NON_ASCII_PARAMS for s in (None, 1)]
     prompts = [_smollm2().encode(f"Answer {i}:") for i in range(len(params))]
-    with engine(model, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
+    vanilla = record_plain(model, prompts, params, **settings)
     lookahead = {"proposer": "recorder", "num_speculative_tokens": 4}  # drafts nothing itself
     with engine(model, lookahead, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla

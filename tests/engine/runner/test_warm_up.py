@@ -31,6 +31,7 @@ from tests.support.driving import (
     engine,
     generate,
     random_prompts,
+    record_plain,
     runner_of,
     worker_of,
 )
@@ -66,11 +67,9 @@ def test_vllms_warm_up_runs_a_step_of_the_most_nodes_on_a_gpu(
 
     monkeypatch.setattr(WarmUpDrafts, "grow", grow)
     prompts = random_prompts(4, 20)
-    with engine(llama) as plain:
-        vanilla = generate(plain, prompts)
-    with engine(
-        llama, {"num_speculative_tokens": 8, "budget": 8}, max_num_batched_tokens=64
-    ) as llm:
+    vanilla = record_plain(llama, prompts)
+    lookahead = {"num_speculative_tokens": 8, "budget": 8}
+    with engine(llama, lookahead, max_num_batched_tokens=64) as llm:
         runner, worker = runner_of(llm), worker_of(llm)
         drafter_of(llm).max_step_nodes = max_nodes
         platform = SimpleNamespace(is_cpu=lambda: on_cpu)

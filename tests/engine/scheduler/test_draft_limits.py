@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.v1.request import RequestStatus
 
 from lookahead_vllm.engine.scheduler.draft_limits import (
@@ -17,11 +17,11 @@ from lookahead_vllm.engine.scheduler.draft_limits import (
     DraftLimiter,
     _largest,
 )
-from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.driving import drafter_of, engine, generate, of_length, random_prompts
 from tests.support.proposers import record
 
 BLOCK = 32  # the smallest that vLLM has on CPU
-ANSWER = SamplingParams(temperature=0, max_tokens=44, ignore_eos=True, detokenize=False)
+ANSWER = of_length(44)
 Step = dict[str, int]
 
 
