@@ -133,8 +133,8 @@ def _run_layers() -> None:
     sizes = {"mamba2": (8, 2, 64, 128), "gated_delta": (2, 4, 128, 128)}
     for kind, make in LAYERS.items():
         options = {"sizes": sizes[kind]} if kind in sizes else {}
-        layer = make(0, torch.bfloat16, torch.float32, slots=30, **options)
-        step = random_step(0, [5], slots=30)
+        layer = make(0, torch.bfloat16, torch.float32, **options)
+        step = random_step(0, [5])
         layer.run(layer.cache, layer.draw(step.num_rows), step.trees())
         one = torch.ones(1)
         layer.mover(layer.cache).commit(step.columns, torch.zeros(1, 3), one, one)

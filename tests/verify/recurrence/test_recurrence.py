@@ -1,6 +1,6 @@
 """Recurrent layers at the nodes of trees equal the recurrence along each path."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +193,12 @@ def levels(step: Step) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]
         yield [row for _, row, _ in level], [where for _, _, where in level]
 
 
-def by_levels(layer: Any, step: Step, inputs: Any, one_token: Any) -> tuple[Tensor, Tensor]:
-    """Outputs and cache of `one_token(states, inputs)`, which updates a batch of states."""
+def check_levels(
+    layer: Any, step: Step, one_token: Any, check: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Compare outputs and states with `one_token(states, inputs)`, which updates a batch of states,
+    called for one depth after another."""
+    inputs = layer.draw(step.num_rows)
     cache, outputs = layer.cache.clone(), {}
     roots = [
         cache[columns[max(int(accepted), 1) - 1]].clone()
@@ -210,7 +214,10 @@ def by_levels(layer: Any, step: Step, inputs: Any, one_token: Any) -> tuple[Tens
             outputs[row] = y
         for state, (request, _, place) in zip(states, places, strict=True):
             cache[step.columns[request, place]] = state
-    return torch.stack([outputs[row] for row in sorted(outputs)]), cache
+    after = layer.cache.clone()
+    out = layer.run(after, inputs, step.trees())
+    check(out, torch.stack([outputs[row] for row in sorted(outputs)]))
+    check(after, cache)
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [(F32, F32), (BF16, BF16), (BF16, F32)])
@@ -223,7 +230,6 @@ def test_mamba2_has_the_bits_of_vllms_kernel(
     unit = 4 if dtype == cache_dtype == F32 else 8  # vLLM loads 8 aligned values of bfloat16
     layer = Mamba2(seed, dtype, cache_dtype, sizes=(4, 2, 16, 64 + unit * seed))
     step = random_step(seed, [7, 0, 9], paddings=0)
-    inputs = layer.draw(step.num_rows)
 
     def one_token(states: Tensor, rows: Any) -> Tensor:
         x, dt, A, B, C, D, dt_bias = layer.arguments(rows)
@@ -234,10 +240,7 @@ def test_mamba2_has_the_bits_of_vllms_kernel(
         )
         return out
 
-    expected, after = by_levels(layer, step, inputs, one_token)
-    cache = layer.cache.clone()
-    check_bits(layer.run(cache, inputs, step.trees()), expected)
-    check_bits(cache, after)
+    check_levels(layer, step, one_token, check_bits)
 
 
 @pytest.mark.parametrize("cache_dtype", [F32, BF16])
@@ -251,7 +254,6 @@ def test_gated_delta_has_the_bits_of_vllms_kernel(
     sizes = [(2, 4, 64, 64), (1, 2, 128, 128), (2, 4, 96, 32)][seed]
     layer = GatedDelta(seed, BF16, cache_dtype, sizes=sizes)
     step = random_step(seed, [7, 0, 9], paddings=0)
-    inputs = layer.draw(step.num_rows)
 
     def one_token(states: Tensor, rows: Any) -> Tensor:
         q, k, v, a, b = (t.contiguous() for t in rows)
@@ -261,10 +263,7 @@ def test_gated_delta_has_the_bits_of_vllms_kernel(
             True,
         ).view(v.shape)  # fmt: skip
 
-    expected, after = by_levels(layer, step, inputs, one_token)
-    cache = layer.cache.clone()
-    check_bits(layer.run(cache, inputs, step.trees()), expected)
-    check_bits(cache, after)
+    check_levels(layer, step, one_token, check_bits)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -286,22 +285,26 @@ def test_convolutions_have_the_bits_of_vllms_kernel(
     assert torch.equal(out, expected)
 
 
+def paths_of(layer: Convolution, step: Step) -> Iterator[tuple[Tensor, list[int]]]:
+    """The inputs before each row's root, and the rows from there to it."""
+    starts = step.trees().starts.tolist()
+    for request, tree in enumerate(step.parents):
+        columns = step.columns[request].tolist()
+        root = layer.before_root(layer.cache, columns, int(step.accepted[request]))
+        for place in range(len(tree)):
+            yield root, [starts[request] + above for above in step.path(request, place)]
+
+
 def test_windows_of_paths(kernels: None) -> None:
     layer = Convolution(0, F32, BF16)
     step = random_step(2, [7, 0, 9], branches=True)
     (x,) = layer.draw(step.num_rows)
     cache = layer.cache.clone()
     windows = cpu.path_windows(x, cache, layer.width, step.trees())
-    first = 0
-    for request, tree in enumerate(step.parents):
-        columns = step.columns[request].tolist()
-        root = layer.before_root(layer.cache, columns, int(step.accepted[request]))
-        for place in range(len(tree)):
-            above = [x[first + p].to(BF16).double() for p in step.path(request, place)[:-1]]
-            inputs = torch.stack([*root.T, *above], dim=1)
-            assert torch.equal(windows[first + place].double(), inputs[:, 1 - layer.width :])
-        first += len(tree)
-    assert not windows[first:].any()
+    for row, (root, path) in enumerate(paths_of(layer, step)):
+        inputs = torch.stack([*root.T, *x[path[:-1]].to(BF16).double()], dim=1)
+        assert torch.equal(windows[row].double(), inputs[:, 1 - layer.width :])
+    assert not windows[sum(map(len, step.parents)) :].any()
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX512-BF16")
@@ -320,13 +323,8 @@ def test_windows_of_paths_give_packed_kernels_all_rows_at_once(ops: Any) -> None
 
     windows = cpu.path_windows(x, layer.cache.clone(), layer.width, step.trees())
     out = one_token(x, windows)
-    first = 0
-    for request, tree in enumerate(step.parents):
-        columns = step.columns[request].tolist()
-        root = layer.before_root(layer.cache, columns, int(step.accepted[request]))
-        for place in range(len(tree)):
-            window = root.to(BF16).T.contiguous().T[None]
-            for above in step.path(request, place):
-                y = one_token(x[first + above][None], window)
-            assert torch.equal(out[first + place], y[0])
-        first += len(tree)
+    for row, (root, path) in enumerate(paths_of(layer, step)):
+        window = root.to(BF16).T.contiguous().T[None]
+        for above in path:
+            y = one_token(x[above][None], window)
+        assert torch.equal(out[row], y[0])

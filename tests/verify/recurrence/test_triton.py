@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.support.recurrence_cases import Convolution, GatedDelta, Mamba2, random_step
-from tests.verify.recurrence.test_recurrence import BF16, F32, by_levels
+from tests.verify.recurrence.test_recurrence import BF16, F32, check_levels
 
 pytestmark = pytest.mark.interpreted
+
+STEP = random_step(1, [6, 0, 7], paddings=0)
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +34,8 @@ def vllm_kernels() -> Any:
     return causal_conv1d, mamba_ssm, fused_recurrent
 
 
-def check(layer: Mamba2 | GatedDelta, one_token: Any) -> None:
-    """A step of trees equals `one_token`, level by level, to the bit."""
-    step = random_step(1, [6, 0, 7], paddings=0)
-    inputs = layer.draw(step.num_rows)
-    expected, after = by_levels(layer, step, inputs, one_token)
-    cache = layer.cache.clone()
-    assert torch.equal(layer.run(cache, inputs, step.trees()), expected)
-    assert torch.equal(cache, after)
+def check(actual: Tensor, expected: Tensor) -> None:
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -59,7 +55,7 @@ def test_mamba2_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
         )  # fmt: skip
         return out
 
-    check(layer, one_token)
+    check_levels(layer, STEP, one_token, check)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -79,7 +75,7 @@ def test_gated_delta_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
         states.copy_(pool[1:])
         return out[:, 0]
 
-    check(layer, one_token)
+    check_levels(layer, STEP, one_token, check)
 
 
 @pytest.mark.parametrize("seed", range(2))
