@@ -133,18 +133,6 @@ def test_the_deepest_matching_path_is_accepted(
         check(case, walk(*case.tensors(wide)))
 
 
-@pytest.mark.interpreted("too")
-def test_twins_never_lose_the_deeper_path() -> None:
-    # root -> 5, 5; the second one continues with 6, 7, the first one with 8.
-    parents = [0, 0, 0, 1, 2, 4]
-    case = Case([9, 5, 5, 8, 6, 7], [5, 6, 6, 1, 7, 3], parents, [0, 6], list(range(10, 16)), 6)
-    result = walk(*case.tensors())
-    check(case, result)
-    assert result.tokens[0, :4].tolist() == [5, 6, 7, 3]
-    assert result.origins.tolist() == [[10, 12, 14, 15, 10, 10]]
-    assert result.targets.tolist() == [[10, 11, 12, 13, 10, 10]]
-
-
 @pytest.mark.interpreted
 def test_rows_beyond_the_width_are_never_accepted() -> None:
     case = random_case(0, num_requests=1, most=0)._replace(
