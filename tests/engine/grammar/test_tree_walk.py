@@ -63,6 +63,12 @@ def under(grammar: dict[str, Any] | None, seed: int | None, **extra: Any) -> Sam
     return SamplingParams(**how, max_tokens=60, structured_outputs=structured, **extra)
 
 
+def with_grammars(backend: str, **settings: Any) -> dict[str, Any]:
+    """Settings of an engine."""
+    settings["structured_outputs_config"] = {"backend": backend}
+    return dict(skip_tokenizer_init=False, **settings)
+
+
 def is_valid(kind: str, text: str) -> bool:
     if kind == "json":
         answer = json.loads(text)
@@ -80,9 +86,7 @@ def is_valid(kind: str, text: str) -> bool:
 def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> None:
     # lm-format-enforcer 0.11.3 imports a module that vLLM 0.32 does not have any more.
     kinds = tuple(KINDS) if backend != "outlines" else ("json", "regex", "choice")
-    settings: dict[str, Any] = dict(
-        skip_tokenizer_init=False, structured_outputs_config={"backend": backend}
-    )
+    settings = with_grammars(backend)
     params = [under(KINDS[k], s) for k in kinds for s in (None, 1, 2)]
     params += [under(None, None), under(None, 4)]
     prompts = random_prompts(len(params), 30, seed=71)
@@ -102,9 +106,7 @@ def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> Non
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
 def test_tokens_that_the_grammar_dictates_are_drafted(backend: str, llama: Path) -> None:
     """Where it allows only one text, that text is drafted, up to the end of the request."""
-    settings: dict[str, Any] = dict(
-        skip_tokenizer_init=False, structured_outputs_config={"backend": backend}
-    )
+    settings = with_grammars(backend)
     forced = dict(regex=r"(x|y) the age is 100\.")
     params = [under(forced, s, ignore_eos=i) for s in (None, 1) for i in (False, True)]
     params += [under(KINDS["json"], None), under(KINDS["choice"], 3)]
@@ -128,11 +130,7 @@ def test_a_grammar_waits_for_the_end_of_reasoning(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the prompt, in a draft, or never; nodes after the end are masked, those before are not."""
-    settings: dict[str, Any] = dict(
-        skip_tokenizer_init=False,
-        reasoning_parser="deepseek_r1",
-        structured_outputs_config={"backend": "xgrammar"},
-    )
+    settings = with_grammars("xgrammar", reasoning_parser="deepseek_r1")
     stop = 4
     params, prompts = [], []
     for i, prompt in enumerate(random_prompts(16, 20, seed=91)):

@@ -127,24 +127,6 @@ def test_a_waiting_request_without_blocks_takes_no_tokens_from_drafts(llama: Pat
             assert steps == plain
 
 
-def test_blocks_of_rejected_tokens_come_back(llama: Path) -> None:
-    """Blocks that a rejected draft has used are free for other requests."""
-    results: list[dict[str, list[int]]] = []
-    original = DraftLimiter.cut
-
-    def recorded(self: DraftLimiter, *args: Any) -> dict[str, list[int]]:
-        results.append(original(self, *args))
-        return results[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftLimiter, "cut", recorded)
-        expected, *_ = run(llama, None, PROMPTS)
-        record(PROMPTS, expected)
-        answers, *_ = run(llama, WRONG, PROMPTS, num_gpu_blocks_override=NEED - 2)
-    assert answers == expected
-    assert any(results)
-
-
 # ---- what counts as plain work, without an engine ------------------------------------------------
 
 

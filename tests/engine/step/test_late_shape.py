@@ -269,18 +269,6 @@ def test_a_step_without_a_node_runs_plain_vllms_graph(
         assert len(empty) > 10
 
 
-@pytest.mark.parametrize("mode", ["eager", MERGED])
-def test_requests_that_start_again_keep_their_tokens(
-    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record(PROMPTS, plain[2])
-    with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
-        steps = Steps(llm, monkeypatch)
-        again = generate_staggered(llm, PROMPTS, PARAMS, every=3, reset_every=9)
-        assert again == plain[2]
-        assert steps.early > 10
-
-
 def test_prompts_and_grammars_wait_for_the_drafts(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
