@@ -72,7 +72,7 @@ def plain(llama: Path) -> Plain:
         pytest.param({"max_model_len": 96}, id="runs_into_max_model_len"),
     ],
 )
-def test_output_equals_plain_vllm_under_every_engine_setting(settings: dict, llama: Path) -> None:
+def test_output_equals_plain_vllm_under_every_engine_setting(settings, llama):
     shared = random_prompts(1, 60, seed=5)[0]
     prompts = [(shared + p)[:70] for p in random_prompts(8, 60, seed=1)]
     params = of_length(60)
@@ -83,7 +83,7 @@ def test_output_equals_plain_vllm_under_every_engine_setting(settings: dict, lla
         assert drafter_of(llm).counters.moved_tokens > 50
 
 
-def test_output_over_an_fp8_cache_equals_plain_vllms(llama: Path) -> None:
+def test_output_over_an_fp8_cache_equals_plain_vllms(llama):
     vanilla = record_plain(llama, PROMPTS, kv_cache_dtype="fp8")
     with engine(llama, HIDDEN, kv_cache_dtype="fp8") as llm:
         assert "holds torch.uint8" in str(obstacle_of(llm))
@@ -98,18 +98,14 @@ def test_output_over_an_fp8_cache_equals_plain_vllms(llama: Path) -> None:
         ("float32", "int8_per_token_head", False),
     ],
 )
-def test_no_dtype_of_the_cache_ends_an_engine(
-    dtype: str, cache: str, drafts: bool, llama: Path
-) -> None:
+def test_no_dtype_of_the_cache_ends_an_engine(dtype, cache, drafts, llama):
     """Trees would not read what vLLM's kernel writes; where slots overlap, there are no drafts."""
     with engine(llama, TRIE, drafts, dtype=dtype, kv_cache_dtype=cache) as llm:
         assert f"not the model's torch.{dtype}" in str(obstacle_of(llm))
         assert all(len(answer) == 40 for [answer] in generate(llm, [PROMPTS[0] * 2] * 3))
 
 
-def test_preempted_requests_keep_their_output(
-    llama: Path, plain: Plain, preempted: list[bool]
-) -> None:
+def test_preempted_requests_keep_their_output(llama, plain, preempted):
     record(LONG_PROMPTS, plain.long)
     for lookahead in (HIDDEN, TRIE):
         preempted.clear()
@@ -119,7 +115,7 @@ def test_preempted_requests_keep_their_output(
 
 
 @pytest.mark.parametrize("proposer", ["always_right", "hidden_path"])
-def test_max_tokens_and_stop_tokens_cut_a_burst(proposer: str, llama: Path, plain: Plain) -> None:
+def test_max_tokens_and_stop_tokens_cut_a_burst(proposer, llama, plain):
     record(PROMPTS, plain.greedy)
     texts = [text for (text,) in plain.greedy]
     short = [of_length(1 + i) for i in range(len(PROMPTS))]
@@ -132,7 +128,7 @@ def test_max_tokens_and_stop_tokens_cut_a_burst(proposer: str, llama: Path, plai
             assert answer == text[: 1 + text.index(params.stop_token_ids[0])]
 
 
-def test_aborted_requests_leave_other_requests_unchanged(llama: Path, plain: Plain) -> None:
+def test_aborted_requests_leave_other_requests_unchanged(llama, plain):
     record(PROMPTS, plain.greedy)
     with engine(llama, HIDDEN) as llm:
         aborted = [1, 4, 5]
@@ -147,7 +143,7 @@ def test_aborted_requests_leave_other_requests_unchanged(llama: Path, plain: Pla
         assert not [req_id for req_id in live if req_id.startswith("staggered")]
 
 
-def test_seeded_output_equals_plain_vllm(llama: Path, plain: Plain) -> None:
+def test_seeded_output_equals_plain_vllm(llama, plain):
     """Each node uses the random draw of its output position; greedy requests share the batch."""
     record(PROMPTS[:6], plain.seeded)
     for lookahead in (HIDDEN, TRIE):
@@ -157,7 +153,7 @@ def test_seeded_output_equals_plain_vllm(llama: Path, plain: Plain) -> None:
             assert drafter_of(llm).counters.accepted_nodes > 50
 
 
-def test_a_seeded_prompt_may_be_prefilled_in_chunks(llama: Path, plain: Plain) -> None:
+def test_a_seeded_prompt_may_be_prefilled_in_chunks(llama, plain):
     record(IN_CHUNKS, plain.in_chunks)
     with engine(llama, HIDDEN, max_num_batched_tokens=32, max_num_seqs=2) as llm:
         assert generate(llm, IN_CHUNKS, [SEEDED[0], GREEDY]) == plain.in_chunks
@@ -166,9 +162,7 @@ def test_a_seeded_prompt_may_be_prefilled_in_chunks(llama: Path, plain: Plain) -
 @pytest.mark.parametrize(
     ("proposer", "nodes"), [("always_right", 1), ("always_wrong", 7), ("hidden_path", 64)]
 )
-def test_valid_drafts_never_change_the_output(
-    proposer: str, nodes: int, llama: Path, plain: Plain
-) -> None:
+def test_valid_drafts_never_change_the_output(proposer, nodes, llama, plain):
     record(PROMPTS, plain.greedy)
     with engine(llama, {"proposer": proposer, "num_speculative_tokens": nodes}) as llm:
         assert generate(llm, PROMPTS) == plain.greedy
@@ -179,9 +173,7 @@ def test_valid_drafts_never_change_the_output(
             assert counters.accepted_nodes == counters.nodes > 0
 
 
-def test_threads_that_grow_trees_change_no_output(
-    llama: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_grow_trees_change_no_output(llama, plain, monkeypatch):
     monkeypatch.setattr(drafter, "num_growers", lambda parallel: 2)
     # A CPU's steps have ended when they were launched, so it never waits.
     monkeypatch.setattr(Waiter, "wait", lambda self, step, stand_by=lambda: None: stand_by())
@@ -197,7 +189,7 @@ def test_threads_that_grow_trees_change_no_output(
     assert len(calls) > 20 and len({*calls}) == 2
 
 
-def test_malformed_trees_are_not_verified(llama: Path, plain: Plain) -> None:
+def test_malformed_trees_are_not_verified(llama, plain):
     with engine(llama, {"proposer": "malformed", "budget": 16}, drafts=False) as llm:
         assert generate(llm, PROMPTS) == plain.greedy
         counters = drafter_of(llm).counters
@@ -205,7 +197,7 @@ def test_malformed_trees_are_not_verified(llama: Path, plain: Plain) -> None:
         assert counters.nodes == 0
 
 
-def test_beam_search_and_requests_with_lookahead_off_get_no_drafts(llama: Path) -> None:
+def test_beam_search_and_requests_with_lookahead_off_get_no_drafts(llama):
     prompts = random_prompts(2, 30, seed=19)
     beams = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
     off = of_length(20, extra_args={"lookahead_enabled": False})

@@ -42,7 +42,7 @@ Answers = list[list[list[int]]]
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
+def test_every_hybrid_gives_plain_vllms_output(name, tmp_path):
     """Greedy and seeded, in trees and in chains, with as many cached tokens in every turn."""
     model, settings = save_config(name, tmp_path, HYBRIDS), CACHING | settings_of(name)
     with engine(model, **settings) as plain:
@@ -72,7 +72,7 @@ def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> Non
         assert counters.accepted_nodes > accepted + 50
 
 
-def test_cached_states_survive_preemptions_aborts_and_resets(tmp_path: Path) -> None:
+def test_cached_states_survive_preemptions_aborts_and_resets(tmp_path):
     """With shared prefixes."""
     model = save_config("falcon_h1", tmp_path, HYBRIDS)
     settings = CACHING | dict(load_format=WANDERING, kv_cache_memory_bytes=8 << 20)
@@ -87,7 +87,7 @@ def test_cached_states_survive_preemptions_aborts_and_resets(tmp_path: Path) -> 
                 assert len(one[0]) >= (10 if i in aborted else 40)
 
 
-def test_the_cost_of_a_step_is_measured_beside_cached_states(tmp_path: Path) -> None:
+def test_the_cost_of_a_step_is_measured_beside_cached_states(tmp_path):
     model = save_config("falcon_h1", tmp_path, HYBRIDS)
     settings = CACHING | dict(load_format=WANDERING)
     with engine(model, {"num_speculative_tokens": 6}, drafts=None, **settings) as llm:
@@ -110,7 +110,7 @@ def committed_paths() -> Iterator[set[tuple[int, int]]]:
         yield paths
 
 
-def test_blocks_have_room_for_the_windows_of_many_nodes(tmp_path: Path) -> None:
+def test_blocks_have_room_for_the_windows_of_many_nodes(tmp_path):
     """vLLM counts no nodes of short convolutions when it chooses the size of a block.
 
     A draft has no more than half of a block's tokens.
@@ -145,7 +145,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
         yield Hybrid(model, llm, answers)
 
 
-def test_the_patches_of_recurrent_layers_are_those_of_the_table(hybrid: Hybrid) -> None:
+def test_the_patches_of_recurrent_layers_are_those_of_the_table(hybrid):
     here = [s for s in SEAMS if s.area == "Recurrent layers" and not s.until.endswith("on a GPU")]
     wrapped = {p for seam in here if seam.use == "wrapped" for p in seam.places}
     assert wrapped <= set(patches.applied())
@@ -180,15 +180,13 @@ def leaving_requests_out(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield left_out
 
 
-def test_requests_that_steps_leave_out_keep_their_output(
-    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_steps_leave_out_keep_their_output(hybrid, monkeypatch):
     with leaving_requests_out(LookaheadScheduler, monkeypatch) as left_out:
         assert hybrid.is_exact()
         assert len(left_out) > 50
 
 
-def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
+def test_a_draft_behind_several_own_tokens_is_dropped(hybrid):
     scheduler = hybrid.llm.llm_engine.engine_core.engine_core.scheduler
     for own, resumable, kept in ((1, False, [5, 6]), (2, False, []), (1, True, [])):
         request = SimpleNamespace(
@@ -206,7 +204,7 @@ def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
         assert request.spec_token_ids == kept
 
 
-def test_layers_without_kernels_stop_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_without_kernels_stop_start_up(monkeypatch):
     monkeypatch.setattr(recurrent, "is_recurrent", lambda _: True)
     layers = {"one": type("OlmoHybridGatedDeltaNetAttention", (), {})()}
     group = SimpleNamespace(layer_names=["one"])
@@ -217,7 +215,7 @@ def test_layers_without_kernels_stop_start_up(monkeypatch: pytest.MonkeyPatch) -
         recurrent.start([group], {"one": own}, torch.device("cpu"), 6)
 
 
-def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid: Hybrid) -> None:
+def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid):
     """So a draft needs none, and cannot preempt a request for one."""
     slots: list[set[int]] = []
     original = LookaheadScheduler.schedule
@@ -243,9 +241,7 @@ def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid: Hybrid) 
 # ---- another engine: the shared one is dead from here on ----------------------------------------
 
 
-def test_prompts_in_chunks_and_preempted_requests_keep_their_output(
-    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_in_chunks_and_preempted_requests_keep_their_output(hybrid, monkeypatch):
     """Also where the text of a preempted request takes several steps, with short chunks."""
     preempted: list[str] = []
     original = LookaheadScheduler.schedule

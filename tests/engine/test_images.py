@@ -1,6 +1,5 @@
 """Prompts with images: the output is plain vLLM's, and no n-gram spans an image."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ SEEDED = SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=40, ignore
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_prompts_with_images_get_plain_vllms_output(name: str, tmp_path: Path) -> None:
+def test_prompts_with_images_get_plain_vllms_output(name, tmp_path):
     """Also in chunks, with cached prefixes and a small cache of encoder outputs."""
     # vLLM's models that read images import it; its PyPI build does not load beside a CPU torch.
     pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
@@ -45,7 +44,7 @@ def test_prompts_with_images_get_plain_vllms_output(name: str, tmp_path: Path) -
         assert drafter_of(llm).counters.accepted_nodes > 50
 
 
-def test_tokens_that_stand_for_an_image_are_unknown() -> None:
+def test_tokens_that_stand_for_an_image_are_unknown():
     whole = SimpleNamespace(offset=1, length=2, is_embed=None)
     rows = SimpleNamespace(offset=4, length=3, is_embed=torch.tensor([True, False, True]))
     request = SimpleNamespace(

@@ -1,7 +1,5 @@
 """With a lookahead branch, the output equals plain vLLM's."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.driving import (
@@ -17,7 +15,7 @@ GREEDY = of_length(24)
 
 
 @pytest.mark.parametrize("proposer", ["jacobi_window", "hybrid"])
-def test_output_equals_plain_vllm(proposer: str, llama: Path) -> None:
+def test_output_equals_plain_vllm(proposer, llama):
     prompts = random_prompts(12, 40, vocab=20, seed=9)
     sampling = [dict(temperature=0.8 if i % 2 else 0, seed=i) for i in range(12)]
     plain_params = [of_length(40, **how) for how in sampling]

@@ -119,7 +119,7 @@ def check_rank(first: Verified, other: Verified) -> None:
     assert first.counters["moved_tokens"] and len(other.trees) > 20
 
 
-def test_two_replicas(llama: Path, plain: Plain, tmp_path: Path) -> None:
+def test_two_replicas(llama, plain, tmp_path):
     answers = plain.answers
     with replicas(llama, 2, HYBRID, tmp_path, **WITH_TOKENIZER) as llm:
         assert generate_staggered(llm, PROMPTS, GREEDY) == answers.greedy
@@ -134,7 +134,7 @@ def test_two_replicas(llama: Path, plain: Plain, tmp_path: Path) -> None:
             assert_same_logprobs(answers_to_batches(llm), plain.to_batches)
 
 
-def test_two_replicas_of_two_ranks(llama: Path, plain: Plain, tmp_path: Path) -> None:
+def test_two_replicas_of_two_ranks(llama, plain, tmp_path):
     with replicas(llama, 2, HYBRID, tmp_path, tensor_parallel_size=2) as llm:
         assert generate(llm, PROMPTS, GREEDY) == plain.answers.greedy
         assert generate(llm, PROMPTS, SEEDED) == plain.answers.seeded
@@ -144,12 +144,7 @@ def test_two_replicas_of_two_ranks(llama: Path, plain: Plain, tmp_path: Path) ->
             check_rank(first, other)
 
 
-def test_preempted_requests_and_cached_prefixes(
-    llama: Path,
-    plain: Plain,
-    tmp_path: Path,
-    preempted: list[bool],
-) -> None:
+def test_preempted_requests_and_cached_prefixes(llama, plain, tmp_path, preempted):
     few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
     tight = {"max_num_seqs": 4, "max_num_batched_tokens": 100}
     with replicas(llama, 2, HYBRID, tmp_path, **few, **tight) as llm:

@@ -38,7 +38,7 @@ PROMPTS = random_prompts(10, 60)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_architecture_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
+def test_every_architecture_gives_plain_vllms_output(name, tmp_path):
     """In a batch of 10 with staggered arrivals, and alone; trees branch and KV slots move."""
     model = save_config(name, tmp_path)
     vanilla = record_plain(model, PROMPTS, **SETTINGS)
@@ -87,8 +87,8 @@ def start(folder: Path, architecture: str, **config: Any) -> None:
     ],
 )
 def test_models_whose_rows_depend_on_more_than_the_path_stop_start_up(
-    architecture: str, config: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+    architecture, config, reason, tmp_path
+):
     with pytest.raises(OptionError, match=reason) as error:
         start(tmp_path, architecture, **config)
     message = str(error.value)

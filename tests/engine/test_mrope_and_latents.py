@@ -1,7 +1,6 @@
 """Trees on models with positions of several dimensions (M-RoPE), and with latent attention."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def image_prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "deepseek_v2", "deepseek_v3"])
-def test_trees_give_plain_vllms_output(name: str, tmp_path: Path) -> None:
+def test_trees_give_plain_vllms_output(name, tmp_path):
     """Greedy and seeded, with staggered arrivals; trees branch and KV slots move."""
     model, prompts = save_config(name, tmp_path), image_prompts(12)
     with engine(model, **SETTINGS) as plain:
@@ -52,7 +51,7 @@ def test_trees_give_plain_vllms_output(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_rows_of_latent_attention_are_rounded_as_decode_rows(name: str, tmp_path: Path) -> None:
+def test_rows_of_latent_attention_are_rounded_as_decode_rows(name, tmp_path):
     """In bfloat16 ties fall as in plain vLLM, in trees and in chains.
 
     vLLM's kernel divides its sums by the number of rows, so on some processors a tie falls
@@ -89,9 +88,7 @@ def test_rows_of_latent_attention_are_rounded_as_decode_rows(name: str, tmp_path
         pytest.param("deepseek_v2", {"num_gpu_blocks_override": 28}, id="preemption, latent"),
     ],
 )
-def test_engine_settings_keep_the_output(
-    name: str, settings: dict[str, Any], tmp_path: Path, preempted: list[bool]
-) -> None:
+def test_engine_settings_keep_the_output(name, settings, tmp_path, preempted):
     shared, params = image_prompts(1, seed=1)[0], of_length(90)
     prompts = [(shared + prompt)[:70] for prompt in image_prompts(8, seed=2)]
     model = save_config(name, tmp_path)

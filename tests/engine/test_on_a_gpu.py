@@ -110,9 +110,7 @@ def in_float32(model: Path) -> list[list[list[list[int]]]]:
 
 @pytest.mark.parametrize("proposer", ["hidden_path", "ngram_trie"])
 @pytest.mark.parametrize("kind", ["eager", pytest.param("graphs", marks=on_gpus)])
-def test_float32_answers_are_plain_vllms(
-    kind: str, proposer: str, model: Path, in_float32: list[list[list[list[int]]]]
-) -> None:
+def test_float32_answers_are_plain_vllms(kind, proposer, model, in_float32):
     for expected in in_float32:
         record(PROMPTS, expected)
     options = dict(proposer=proposer, num_speculative_tokens=NODES, budget=NODES)
@@ -128,9 +126,7 @@ def test_float32_answers_are_plain_vllms(
 
 
 @on_gpus
-def test_steps_without_slots_are_placed_early_too(
-    model: Path, in_float32: list[list[list[list[int]]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_without_slots_are_placed_early_too(model, in_float32, monkeypatch):
     """The drafts never pay, so hardly any step has slots."""
     cost = StepCost(CostCurve([1, 1024], [1.0, 1.001]), drafts=50.0)
     monkeypatch.setattr(cost, "observe", lambda work, time: time)
@@ -178,9 +174,7 @@ def distances(llm: LLM) -> tuple[dict[str, float], list[list[list[int]]]]:
         pytest.param("as installed", {}, marks=on_gpus),
     ],
 )
-def test_in_bfloat16_log_probabilities_are_as_exact_as_plain_vllms(
-    kind: str, options: dict[str, Any], model: Path
-) -> None:
+def test_in_bfloat16_log_probabilities_are_as_exact_as_plain_vllms(kind, options, model):
     if options.get("attention") == "xformers":
         pytest.importorskip("xformers")
     with engine(model, **settings(kind, "bfloat16")) as llm:

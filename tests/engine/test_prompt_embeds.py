@@ -1,7 +1,6 @@
 """Prompts of embeddings: drafts come from the request's own token ids, and outputs stay exact."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +33,7 @@ def embedded(llm: LLM, tokens: Sequence[int], are_ids: Sequence[bool] | None = N
     )
 
 
-def test_the_prompt_of_an_earlier_request_in_the_same_row_is_not_drafted(
-    llama: Path,
-) -> None:
+def test_the_prompt_of_an_earlier_request_in_the_same_row_is_not_drafted(llama):
     allowed, secret = range(40, 44), range(100, 120)
     prompt = [token for i, mark in enumerate(secret) for token in (allowed[i % 4], mark)]
 
@@ -53,7 +50,7 @@ def test_the_prompt_of_an_earlier_request_in_the_same_row_is_not_drafted(
 
 
 @pytest.mark.parametrize("num_seqs", [2, 16])
-def test_answers_to_embeddings_stay_plain_vllm_s_on_trees(num_seqs: int, llama: Path) -> None:
+def test_answers_to_embeddings_stay_plain_vllm_s_on_trees(num_seqs, llama):
     texts = random_prompts(12, 30, seed=5)
 
     def prompts(llm: LLM) -> list[Any]:

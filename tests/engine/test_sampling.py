@@ -58,12 +58,12 @@ def assert_exact(
         assert counters.accepted_nodes > before + min_accepted
 
 
-def test_each_parameter_keeps_its_output_in_a_mixed_batch(llama: Path) -> None:
+def test_each_parameter_keeps_its_output_in_a_mixed_batch(llama):
     params = [params_of(e, seed) for e in [*PATH_DEPENDENT, {}] for seed in (None, 3)]
     assert_exact(llama, random_prompts(len(params), 30, seed=13), params, min_accepted=200)
 
 
-def test_bad_words_keep_the_output(llama: Path) -> None:
+def test_bad_words_keep_the_output(llama):
     """Some bad words are one token; others span several tokens of a path."""
     words = ["q", "the", "ab", "in", *(a + b for a in "xyz" for b in "abcdefgh")]
     params = [
@@ -77,7 +77,7 @@ def test_bad_words_keep_the_output(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["</think>", "the end</think>"])
-def test_thinking_budgets_keep_the_output(end: str, llama: Path) -> None:
+def test_thinking_budgets_keep_the_output(end, llama):
     """Budgets run out inside a burst or in the prompt; the model ends or starts thinking itself."""
     start, stop = 3, 4
     thinking = dict(reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": end})
@@ -91,7 +91,7 @@ def test_thinking_budgets_keep_the_output(end: str, llama: Path) -> None:
     assert_exact(llama, [*open_prompts, *closed], params, **WITH_TOKENIZER, **thinking)
 
 
-def test_custom_logits_processors_keep_the_output(llama: Path) -> None:
+def test_custom_logits_processors_keep_the_output(llama):
     """A processor does not know the parents of a row, so its requests get chains."""
     params = [
         params_of({} if ban is None else dict(extra_args={"ban": ban}), seed)
@@ -127,12 +127,12 @@ def assert_exact_logprobs(
 @pytest.mark.parametrize(
     "mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 )
-def test_logprobs_equal_plain_vllms_in_every_mode(mode: str, llama: Path) -> None:
+def test_logprobs_equal_plain_vllms_in_every_mode(mode, llama):
     params = [params_of(e, seed) for e in LOGPROBS for seed in (None, 6)]
     assert_exact_logprobs(llama, params, 51, 100, logprobs_mode=mode, max_logprobs=-1)
 
 
-def test_logprobs_of_chosen_token_ids_equal_plain_vllms(llama: Path) -> None:
+def test_logprobs_of_chosen_token_ids_equal_plain_vllms(llama):
     """The batch also has requests without logprobs, with and without nodes."""
     params = [
         params_of(dict(logprob_token_ids=[5, 9, 100]), None),

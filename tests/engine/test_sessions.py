@@ -1,7 +1,5 @@
 """Requests whose id comes again: the next turn of a streaming session."""
 
-from pathlib import Path
-
 import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.request import RequestStatus
@@ -59,9 +57,7 @@ def answers_of(
     ("proposer", "sampling"),
     [("hidden_path", GREEDY), ("ngram_trie", GREEDY), ("always_right", SEEDED)],
 )
-def test_a_session_goes_on_after_a_stop_inside_a_draft(
-    proposer: str, sampling: SamplingParams, llama: Path
-) -> None:
+def test_a_session_goes_on_after_a_stop_inside_a_draft(proposer, sampling, llama):
     """Nothing that was drawn after the stop is left for the next turn."""
     with engine(llama, enable_prefix_caching=True) as plain:
         text = generate(plain, TURNS[:1], sampling)[0][0]
@@ -77,7 +73,7 @@ def test_a_session_goes_on_after_a_stop_inside_a_draft(
     assert vanilla[0][-1] == stop and len(vanilla[-1]) > 1
 
 
-def test_recurrent_states_are_those_before_a_stop_if_no_step_is_in_flight(tmp_path: Path) -> None:
+def test_recurrent_states_are_those_before_a_stop_if_no_step_is_in_flight(tmp_path):
     """Where blocks are larger with lookahead, too."""
     model = save_config("nemotron_h", tmp_path, HYBRIDS)
     settings = CACHING | settings_of("nemotron_h") | {"async_scheduling": False}

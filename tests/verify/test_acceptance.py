@@ -37,7 +37,7 @@ def trees_with_choices(draw: st.DrawFn) -> tuple[DraftTree, list[int]]:
 
 @settings(deadline=None)  # the first example compiles
 @given(trees_with_choices())
-def test_the_path_follows_the_choices_as_far_as_the_tree_goes(case) -> None:
+def test_the_path_follows_the_choices_as_far_as_the_tree_goes(case):
     tree, choices = case
     path = accepted_path(tree, choices)
     parent, token = -1, choices[0]
@@ -49,7 +49,7 @@ def test_the_path_follows_the_choices_as_far_as_the_tree_goes(case) -> None:
     assert token not in children
 
 
-def test_nodes_are_counted_by_source_and_those_that_move() -> None:
+def test_nodes_are_counted_by_source_and_those_that_move():
     """Nodes 0 and 1 of the chain follow the root; node 2 of the other tree does not."""
     trees = [DraftTree.chain([5, 6]), DraftTree.from_lists([1, 2, 3, 4], [-1, -1, -1, 2])]
     forest = DraftForest.of(trees)

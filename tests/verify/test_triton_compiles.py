@@ -61,13 +61,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
     ],
     ids=str,
 )
-def test_tree_attention_fits_and_does_not_spill(
-    capability: int,
-    nodes: int,
-    context: int,
-    options: dict[str, Any],
-    launches: dict[str, Launches],
-) -> None:
+def test_tree_attention_fits_and_does_not_spill(capability, nodes, context, options, launches):
     tree = random_tree(np.random.default_rng(0), nodes)
     case = PagedAttentionCase(
         [tree], [context], **{"dtype": torch.bfloat16, "head_size": 128, "heads": 8, **options}
@@ -88,9 +82,7 @@ def test_tree_attention_fits_and_does_not_spill(
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("context", [100, 4000])
-def test_latent_attention_fits_and_does_not_spill(
-    capability: int, context: int, launches: dict[str, Launches]
-) -> None:
+def test_latent_attention_fits_and_does_not_spill(capability, context, launches):
     tree = random_tree(np.random.default_rng(0), 16)
     LatentCase([tree], [context], 16, 512, 64, 64, torch.bfloat16).run("triton")
     compiled = launches["_attend_latents"].compile(capability)
@@ -141,7 +133,7 @@ def _run_layers() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_no_other_kernel_spills(capability: int, launches: dict[str, Launches]) -> None:
+def test_no_other_kernel_spills(capability, launches):
     calls: tuple[Callable[[], object], ...] = (
         *(_move, _place, _change_logits, _run_layers),
         lambda: walk(*test_walk.random_case(0, 3, 100).tensors()),
@@ -157,7 +149,7 @@ def test_no_other_kernel_spills(capability: int, launches: dict[str, Launches]) 
             assert "bar.sync" in compiled.asm["ptx"], name  # they wait for their stores
 
 
-def test_nothing_is_compiled_while_serving(launches: dict[str, Launches]) -> None:
+def test_nothing_is_compiled_while_serving(launches):
     """The batches of the warm-up need every specialisation that later batches need."""
     from lookahead_vllm.verify.attention.triton import empty_batches
 

@@ -76,7 +76,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
 
 
 @pytest.mark.usefixtures("_timed")
-def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[Measurement]) -> None:
+def test_an_engine_measures_once(llama, kept, measured):
     prompts = random_prompts(3, 30)
     vanilla = record_plain(llama, prompts)
     for _ in range(2):
@@ -112,7 +112,7 @@ DAMAGED = ("", '{"1 tokens in pieces": -1}')
 
 
 @pytest.mark.usefixtures("_nothing_runs")
-def test_a_damaged_file_is_set_aside(llama: Path, kept: Path, measured: list[Measurement]) -> None:
+def test_a_damaged_file_is_set_aside(llama, kept, measured):
     with engine(llama, AUTO):
         (file,) = kept.iterdir()
     for damaged in DAMAGED:
@@ -127,22 +127,20 @@ def test_a_damaged_file_is_set_aside(llama: Path, kept: Path, measured: list[Mea
 
 
 @pytest.mark.usefixtures("_timed")
-def test_an_engine_starts_without_a_writable_cache(llama: Path, kept: Path) -> None:
+def test_an_engine_starts_without_a_writable_cache(llama, kept):
     kept.write_text("a file where the folder should be")
     with engine(llama, AUTO) as llm:
         assert drafter_of(llm).proposer.cost is not None
 
 
-def test_a_fixed_budget_measures_nothing(
-    llama: Path, kept: Path, measured: list[Measurement]
-) -> None:
+def test_a_fixed_budget_measures_nothing(llama, kept, measured):
     with engine(llama, AUTO | {"budget": 4}) as llm:
         assert drafter_of(llm).proposer.cost is None
     assert not measured and not kept.exists()
 
 
 @pytest.mark.parametrize("longest", [1, 8, 16, 20, 4096])
-def test_no_pass_is_longer_than_max_model_len(longest: int) -> None:
+def test_no_pass_is_longer_than_max_model_len(longest):
     passes = SimpleNamespace(
         attends_in_graphs=False,
         captured_tokens=lambda: CapturedTokens(),
@@ -185,9 +183,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("begin", [0.0, 0.2])
-def test_a_program_that_disturbs_for_a_while_disturbs_no_size(
-    begin: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_disturbs_for_a_while_disturbs_no_size(begin, monkeypatch):
     """It takes two thirds of the machine for 0.4 seconds: time for four passes of one size."""
     machine = Machine(lambda now: 3.0 if begin <= now < begin + 0.4 else 1.0, monkeypatch)
     times, is_certain = measure(machine.plan)
@@ -207,13 +203,7 @@ def _slowed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return speed
 
 
-def test_a_disturbed_measurement_is_not_kept(
-    llama: Path,
-    kept: Path,
-    _slowed: dict[str, float],
-    measured: list[Measurement],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_disturbed_measurement_is_not_kept(llama, kept, _slowed, measured, caplog):
     _slowed["growth"] = 1.2
     with engine(llama, AUTO):
         assert not kept.exists() and "other programs disturbed" in caplog.text
@@ -222,9 +212,7 @@ def test_a_disturbed_measurement_is_not_kept(
         assert len(measured) == 2 and len(list(kept.iterdir())) == 1
 
 
-def test_a_kept_cost_is_replaced_if_passes_are_faster_now(
-    llama: Path, kept: Path, _slowed: dict[str, float], measured: list[Measurement]
-) -> None:
+def test_a_kept_cost_is_replaced_if_passes_are_faster_now(llama, kept, _slowed, measured):
     """A slower pass does not count: the machine may be busy now."""
     for factor, measurements in ((5.0, 1), (5.5, 1), (1.0, 2), (5.0, 2)):
         _slowed["factor"] = factor

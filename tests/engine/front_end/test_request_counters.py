@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def params_of(texts: list[str], tokens: list[list[int]]) -> list[SamplingParams]
     ]
 
 
-def test_counters_of_requests_and_tokens_are_those_of_plain_vllm(llama: Path) -> None:
+def test_counters_of_requests_and_tokens_are_those_of_plain_vllm(llama):
     settings: dict[str, Any] = dict(skip_tokenizer_init=False, disable_log_stats=False)
     with engine(llama, **settings) as plain:
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
@@ -84,7 +83,7 @@ def test_counters_of_requests_and_tokens_are_those_of_plain_vllm(llama: Path) ->
     assert counts == expected_counts
 
 
-def test_the_next_turn_finds_all_blocks_of_an_answer(llama: Path) -> None:
+def test_the_next_turn_finds_all_blocks_of_an_answer(llama):
     """A burst may fill the last block of an answer."""
     settings: dict[str, Any] = dict(
         disable_log_stats=False, enable_prefix_caching=True, block_size=32
@@ -111,7 +110,7 @@ def test_the_next_turn_finds_all_blocks_of_an_answer(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["none", "summary", "detailed"])
-def test_drafts_are_counted_by_request(llama: Path, level: str) -> None:
+def test_drafts_are_counted_by_request(llama, level):
     """Of requests with a prediction always, of all with --per-request-spec-decode-metrics."""
     params = [of_length(40, detokenize=True) for _ in PROMPTS]
     params[1].extra_args = {PREDICTION: {"type": "content", "content": "a prediction"}}

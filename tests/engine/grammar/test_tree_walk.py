@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +82,7 @@ def is_valid(kind: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance", "outlines"])
-def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> None:
+def test_every_backend_keeps_its_text_on_trees(backend, llama):
     # lm-format-enforcer 0.11.3 imports a module that vLLM 0.32 does not have any more.
     kinds = tuple(KINDS) if backend != "outlines" else ("json", "regex", "choice")
     settings = with_grammars(backend)
@@ -104,7 +103,7 @@ def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> Non
 
 @pytest.mark.usefixtures("compiled_at_once")
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
-def test_tokens_that_the_grammar_dictates_are_drafted(backend: str, llama: Path) -> None:
+def test_tokens_that_the_grammar_dictates_are_drafted(backend, llama):
     """Where it allows only one text, that text is drafted, up to the end of the request."""
     settings = with_grammars(backend)
     forced = dict(regex=r"(x|y) the age is 100\.")
@@ -126,9 +125,7 @@ def test_tokens_that_the_grammar_dictates_are_drafted(backend: str, llama: Path)
         assert generate(llm, prompts, params) == vanilla
 
 
-def test_a_grammar_waits_for_the_end_of_reasoning(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_waits_for_the_end_of_reasoning(llama, monkeypatch):
     """In the prompt, in a draft, or never; nodes after the end are masked, those before are not."""
     settings = with_grammars("xgrammar", reasoning_parser="deepseek_r1")
     stop = 4
@@ -150,7 +147,7 @@ def test_a_grammar_waits_for_the_end_of_reasoning(
             assert stop not in answer[1:] or stop in (prompt[-1], answer[0])
 
 
-def test_grammars_survive_preemption_and_chunked_prompts(llama: Path) -> None:
+def test_grammars_survive_preemption_and_chunked_prompts(llama):
     settings: dict[str, Any] = dict(skip_tokenizer_init=False)
     params = [under(KINDS[k], s) for k in KINDS for s in (None, 1)]
     prompts = random_prompts(len(params), 60, seed=95)
@@ -265,7 +262,7 @@ def _check(request: _Constrained, tree: DraftTree) -> None:
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
 @pytest.mark.parametrize("case", NON_ASCII)
-def test_a_draft_may_end_inside_a_character(backend: str, case: str) -> None:
+def test_a_draft_may_end_inside_a_character(backend, case):
     """xgrammar cannot name the text that follows then; other steps draft it."""
     ebnf, text = NON_ASCII[case]
     tokens = _smollm2().encode(text, add_special_tokens=False)
@@ -280,7 +277,7 @@ def test_a_draft_may_end_inside_a_character(backend: str, case: str) -> None:
         request.emit(tokens[root : root + 1])
 
 
-def test_masks_are_allocated_for_the_nodes_that_are_drafted() -> None:
+def test_masks_are_allocated_for_the_nodes_that_are_drafted():
     """64 masks of a large vocabulary take longer than the rest of the walk."""
     request = _Constrained("xgrammar", 'root ::= [a-z]+ "!" | "1 and the rest"')
     assert not len(request.walk().run()) and request.rows == 1
@@ -294,9 +291,7 @@ def test_masks_are_allocated_for_the_nodes_that_are_drafted() -> None:
     assert 2 + len(tree) == request.rows  # one at first, then all of them
 
 
-def test_a_walk_that_fails_leaves_the_grammar_where_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_walk_that_fails_leaves_the_grammar_where_it_was(monkeypatch):
     request = _Constrained("xgrammar", 'root ::= "the man is in"')
     chain = _smollm2().encode("the man is", add_special_tokens=False)
     fill, before = GrammarTreeWalk._fill_mask, request.allowed()
@@ -316,9 +311,7 @@ def test_a_walk_that_fails_leaves_the_grammar_where_it_was(
 
 @pytest.mark.usefixtures("compiled_at_once")
 @pytest.mark.parametrize("max_step_nodes", [0, 8])
-def test_what_grammars_dictate_is_within_the_nodes_of_a_step(
-    llama: Path, max_step_nodes: int
-) -> None:
+def test_what_grammars_dictate_is_within_the_nodes_of_a_step(llama, max_step_nodes):
     regex = "the name and the number of the person is [0-9]{3}"
     params = SamplingParams(
         temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(regex=regex)
@@ -348,7 +341,7 @@ NON_ASCII_PARAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("compiled_at_once")
-def test_grammars_with_characters_of_several_tokens(tmp_path: Path) -> None:
+def test_grammars_with_characters_of_several_tokens(tmp_path):
     wide = {"llama": TINY["llama"] | {"vocab_size": len(_smollm2())}}
     model = save_config("llama", tmp_path, wide)
     settings: dict[str, Any] = dict(

@@ -1,7 +1,5 @@
 """Recurrent layers in an engine whose captured graphs are replayed."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support import driving, graph_engine
@@ -12,8 +10,8 @@ from tests.support.models import WANDERING, save_config
 
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
 def test_recurrent_layers_run_in_graphs_without_drafts_and_eagerly_with_trees(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, tmp_path, monkeypatch
+):
     use_float32_gated_delta()
     model = save_config(name, tmp_path, HYBRIDS)
     lookahead = {"proposer": "hidden_path", "num_speculative_tokens": 6, "budget": 6}

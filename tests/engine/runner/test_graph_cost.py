@@ -77,7 +77,7 @@ def cost_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> StepCost:
     return step_cost._cost_of(plan, measure(plan).times)
 
 
-def test_graphs_are_timed_at_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_timed_at_captured_sizes(monkeypatch):
     plain = [1, 2, 4, *range(8, 65, 8)]
     passes = Passes(CapturedTokens(plain, DRAFT_SIZES, 17))
     cost = cost_of(monkeypatch, passes)
@@ -102,25 +102,22 @@ def test_graphs_are_timed_at_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> 
     "sizes", [([1, 8, 32, 64], DRAFT_SIZES), ([1, 16, 64], DRAFT_SIZES), ([1, 8], [3, 9, 24, 64])]
 )
 def test_attention_is_what_a_context_adds_to_the_same_batch(
-    sizes: tuple[list[int], list[int]],
-    longest: int,
-    attends_in_graphs: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    sizes, longest, attends_in_graphs, monkeypatch
+):
     """Trees are timed in the graphs that run them: there, a launch costs no time of the host."""
     passes = Passes(CapturedTokens(*sizes, longest), attends_in_graphs)
     cost = cost_of(monkeypatch, passes)
     assert cost.weights[-3:] == pytest.approx([3e-6, 1e-6, 2e-6])
 
 
-def test_without_graphs_trees_are_timed_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_graphs_trees_are_timed_as_they_run(monkeypatch):
     cost = cost_of(monkeypatch, Passes(CapturedTokens()))
     assert cost.captured is None
     _, causal, trees = cost.weights[-3:]
     assert causal == pytest.approx(1e-6, rel=0.2) and trees > 2.1e-6
 
 
-def test_sizes_that_were_not_timed_in_time_have_no_graph() -> None:
+def test_sizes_that_were_not_timed_in_time_have_no_graph():
     graphs = step_cost._of_all_sizes([1, 2, 4, 8, 16], {1: 1.0, 4: 4.0})
     assert graphs.sizes == graphs.times.tolist() == [1, 2, 4]
     assert timed_passes._about_doubling([1, 2, 4, 8, 16, 24, 32, 40]) == [1, 2, 4, 8, 16, 32, 40]

@@ -349,7 +349,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield made
 
 
-def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
+def test_every_step_of_a_size_replays_its_graph(engine):
     kinds = {"trees": 0, "chains": 0, "bare": 0}
     sizes = set()
     eager = SimpleNamespace(
@@ -384,7 +384,7 @@ def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
     assert sizes == {4, 8, 16, TOKENS} and min(kinds.values()) > 10
 
 
-def test_a_tail_that_cannot_be_captured_leaves_the_graphs(engine: Engine) -> None:
+def test_a_tail_that_cannot_be_captured_leaves_the_graphs(engine):
     def make_tail(desc: Any) -> Any:
         raise RuntimeError("as planned")
 
@@ -395,7 +395,7 @@ def test_a_tail_that_cannot_be_captured_leaves_the_graphs(engine: Engine) -> Non
     assert other.manager.needs_capture() and not recorded_graphs._captured
 
 
-def test_graphs_without_drafts_have_no_trees(engine: Engine) -> None:
+def test_graphs_without_drafts_have_no_trees(engine):
     assert {size for size, drafts in engine.captured if drafts} == {2, 4, 8, 16, TOKENS}
     for (_, drafts), metadata in engine.captured.items():
         assert hasattr(metadata, "trees") is drafts
@@ -414,7 +414,7 @@ def test_graphs_without_drafts_have_no_trees(engine: Engine) -> None:
     assert all((graph.seq_lens == GARBAGE).all() for graph in engine.runner._buffers.values())
 
 
-def test_a_measured_pass_with_trees_keeps_its_contexts(engine: Engine) -> None:
+def test_a_measured_pass_with_trees_keeps_its_contexts(engine):
     """vLLM builds the metadata of dummy runs in graphs as for a capture; Triton's have no context
     then."""
     step = next(s for s in (Step(engine, seed, most=16) for seed in range(99)) if s.step.branches)

@@ -4,7 +4,6 @@
 """
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ SLOTS = {"num_speculative_tokens": 16, "budget": 16}
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_most_are_counted_here_and_get_what_vllm_gives_them(seed: int, llama: Path) -> None:
+def test_most_are_counted_here_and_get_what_vllm_gives_them(seed, llama):
     rng = random.Random(seed)
     steps = LateSteps(llama, 40, SLOTS, lambda slots: rng.randrange(slots + 1), max_model_len=64)
     counted_twice.CHECKED.clear()
@@ -26,7 +25,7 @@ def test_most_are_counted_here_and_get_what_vllm_gives_them(seed: int, llama: Pa
     assert sum(counted_twice.CHECKED) > 0.3 * sum(map(len, steps.scheduled))  # answers are short
 
 
-def test_a_request_that_needs_more_is_counted_by_vllm(llama: Path) -> None:
+def test_a_request_that_needs_more_is_counted_by_vllm(llama):
     """And its answer is the same beside others."""
     plain, with_logprobs = of_length(12), of_length(12, logprobs=1)
     [prompt] = random_prompts(1, 9)

@@ -1,10 +1,7 @@
 """While no node pays, the scheduler reserves no slots, and some steps look whether one would."""
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.drafter.late_drafts import PROBE_EVERY
@@ -16,9 +13,7 @@ PROMPT, FOUND = [5, 6, 7, 8], 50
 GREEDY = of_length(90)
 
 
-def test_every_fourth_step_of_a_pause_looks_whether_a_node_pays(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_fourth_step_of_a_pause_looks_whether_a_node_pays(llama, monkeypatch):
     answer = record_plain(llama, [PROMPT], GREEDY)[0][0]
     drafts = {tuple(answer[:n]): DraftTree.chain(answer[n : n + 4]) for n in range(FOUND, 90)}
     monkeypatch.setattr(Planned, "TREES", drafts)

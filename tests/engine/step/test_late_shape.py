@@ -103,9 +103,9 @@ def plain(llama: Path) -> list[Any]:
     ],
 )
 def test_the_tokens_are_plain_vllms(
-    mode: str, options: dict[str, Any], llama: Path, plain: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    mode, options, llama, plain,
+    monkeypatch
+):  # fmt: skip
     record(PROMPTS, plain[2])
     may_pause = options["budget"] == "auto" and options["proposer"] == "hybrid"
     with lookahead(mode, llama, options, drafts=None if may_pause else True) as llm:
@@ -136,9 +136,7 @@ def test_the_tokens_are_plain_vllms(
         (MERGED, dict(proposer="hidden_path", budget=8)),
     ],
 )
-def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(
-    mode: str, options: dict[str, Any], llama: Path
-) -> None:
+def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(mode, options, llama):
     def answers_of(llm: LLM) -> list[Any]:
         again = generate_staggered(llm, PROMPTS, DRAWN, every=3, reset_every=9)
         return [generate(llm, PROMPTS, DRAWN), again]
@@ -160,9 +158,7 @@ def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(
 
 @pytest.mark.parametrize("proposer", ["ngram_trie", "hybrid"])
 @pytest.mark.parametrize("mode", ["graphs", "graphs with a schedule"])
-def test_steps_without_slots_are_one_launch_after_the_model_too(
-    mode: str, proposer: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_without_slots_are_one_launch_after_the_model_too(mode, proposer, llama, monkeypatch):
     """The drafts never pay, so few steps have slots; but some do."""
     every_kind = [*DRAWN[:6], *PARAMS[6:]]
 
@@ -195,7 +191,7 @@ LONG = of_length(90)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_a_step_of_the_same_batch_is_not_prepared_again(mode: str, llama: Path) -> None:
+def test_a_step_of_the_same_batch_is_not_prepared_again(mode, llama):
     plain = record_plain(llama, PROMPTS, LONG)
     with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
         launched = launched_steps(llm)
@@ -203,9 +199,7 @@ def test_a_step_of_the_same_batch_is_not_prepared_again(mode: str, llama: Path) 
         assert sum(step.repeats for step in launched) > 0.6 * len(launched)
 
 
-def test_steps_may_be_synchronous(
-    llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_may_be_synchronous(llama, plain, monkeypatch):
     record(PROMPTS, plain[2])
     options = {"proposer": "hidden_path", "budget": 8}
     with lookahead("eager", llama, options, async_scheduling=False) as llm:
@@ -228,9 +222,7 @@ def _fails_at_every_third_call(original: Any) -> Any:
     return failing
 
 
-def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(
-    llama: Path, plain: list[Any]
-) -> None:
+def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(llama, plain):
     with lookahead("eager", llama, {"proposer": "hybrid", "budget": 6}) as llm:
         counters, accepted = drafter_of(llm).counters, 0
         for name in ("plan", "_begin_and_grow", "_cut", "learn"):
@@ -244,9 +236,7 @@ def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(
 
 
 @pytest.mark.parametrize("mode", ["graphs", MERGED])
-def test_steps_that_wait_before_they_are_prepared_run_in_graphs(
-    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_wait_before_they_are_prepared_run_in_graphs(mode, llama, plain, monkeypatch):
     record(PROMPTS, plain[2])
     with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
         steps = Steps(llm, monkeypatch)
@@ -257,9 +247,7 @@ def test_steps_that_wait_before_they_are_prepared_run_in_graphs(
 
 
 @pytest.mark.parametrize("mode", ["graphs", "graphs with a schedule"])
-def test_a_step_without_a_node_runs_plain_vllms_graph(
-    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_without_a_node_runs_plain_vllms_graph(mode, llama, plain, monkeypatch):
     with lookahead(mode, llama, {"budget": 8}, drafts=False) as llm:
         monkeypatch.setattr(drafter_of(llm), "max_step_nodes", 0)
         steps = Steps(llm, monkeypatch)
@@ -269,9 +257,7 @@ def test_a_step_without_a_node_runs_plain_vllms_graph(
         assert len(empty) > 10
 
 
-def test_prompts_and_grammars_wait_for_the_drafts(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_and_grammars_wait_for_the_drafts(llama, monkeypatch):
     grammar = StructuredOutputsParams(regex="[a-z]{3}[0-9]{20}")
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=grammar)
     with lookahead("eager", llama, {"budget": 8}, skip_tokenizer_init=False) as llm:
@@ -283,7 +269,7 @@ def test_prompts_and_grammars_wait_for_the_drafts(
 # ---- metadata ------------------------------------------------------------------------------------
 
 
-def test_metadata_is_made_once_when_a_layer_asks_for_it() -> None:
+def test_metadata_is_made_once_when_a_layer_asks_for_it():
     made: list[int] = []
 
     def build() -> dict[str, Any]:

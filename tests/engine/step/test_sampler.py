@@ -1,6 +1,5 @@
 """The rows of a step are sampled in chunks of bounded memory, and a step has a bounded number."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +36,7 @@ PARAMS = [
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 20))
-def test_chunks_hold_all_rows_in_order(sizes: list[int], most: int) -> None:
+def test_chunks_hold_all_rows_in_order(sizes, most):
     ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
     chunks = sampler.chunks_of(ends, most)
     rows = [row for chunk in chunks for row in range(len(sizes))[chunk.requests]]
@@ -48,9 +47,7 @@ def test_chunks_hold_all_rows_in_order(sizes: list[int], most: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_chunks_give_the_same_answers(
-    mode: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_give_the_same_answers(mode, llama, monkeypatch):
     rows: list[int] = []
     original = sampler.NodeSampler._verify
 
@@ -69,9 +66,7 @@ def test_chunks_give_the_same_answers(
     assert max(rows) <= 40 and len(rows) > 20
 
 
-def test_a_step_has_no_more_nodes_than_its_logits_may_have(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_has_no_more_nodes_than_its_logits_may_have(llama, monkeypatch):
     vanilla = record_plain(llama, PROMPTS, PARAMS)
     monkeypatch.setattr(drafter, "MAX_LOGITS_BYTES", 50 * 4 * 128)
     with engine(llama, HIDDEN) as llm:
@@ -81,9 +76,7 @@ def test_a_step_has_no_more_nodes_than_its_logits_may_have(
     assert 40 < max(forest.num_nodes for forest in forests) <= 50
 
 
-def test_vllm_counts_the_logits_of_the_largest_step_on_a_gpu(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_counts_the_logits_of_the_largest_step_on_a_gpu(llama, monkeypatch):
     with engine(llama, HIDDEN) as llm:
         runner, rows = runner_of(llm), []
         original = runner.model.compute_logits

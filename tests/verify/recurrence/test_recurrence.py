@@ -88,7 +88,7 @@ def check(layer: Layer, step: Step) -> None:
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("seed", "chains"), [(0, False), (1, False), (2, False), (0, True)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_each_row_continues_its_parent(kind: str, seed: int, chains: bool, kernels: None) -> None:
+def test_each_row_continues_its_parent(kind, seed, chains, kernels):
     step = random_step(seed, SIZES, chains=chains, paddings=seed % 3)
     check(LAYERS[kind](seed), step)
 
@@ -96,9 +96,7 @@ def test_each_row_continues_its_parent(kind: str, seed: int, chains: bool, kerne
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [(BF16, BF16), (BF16, F32), (F32, BF16)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_other_dtypes(
-    kind: str, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: None
-) -> None:
+def test_other_dtypes(kind, dtype, cache_dtype, kernels):
     check(LAYERS[kind](5, dtype, cache_dtype), random_step(5, [7, 0, 5]))
 
 
@@ -117,9 +115,7 @@ def commit(
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("dtype", "commits"), [(F32, True), (F32, False), (BF16, True)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_steps_of_trees_equal_plain_decode(
-    kind: str, dtype: torch.dtype, commits: bool, kernels: None
-) -> None:
+def test_steps_of_trees_equal_plain_decode(kind, dtype, commits, kernels):
     """Bit by bit, through the commits; rounding in the cache is that of plain decode."""
     layer = LAYERS[kind](4, dtype, dtype)
     cache, plain = layer.cache.clone(), layer.cache.clone()
@@ -150,7 +146,7 @@ def test_steps_of_trees_equal_plain_decode(
     assert all(equal) == commits
 
 
-def test_parents_that_no_tree_has_are_refused() -> None:
+def test_parents_that_no_tree_has_are_refused():
     if not native.available():
         pytest.skip("there is no compiler")
     step = random_step(0, [4])
@@ -222,9 +218,7 @@ def check_levels(
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [(F32, F32), (BF16, BF16), (BF16, F32)])
 @pytest.mark.parametrize("seed", range(3))
-def test_mamba2_has_the_bits_of_vllms_kernel(
-    dtype: torch.dtype, cache_dtype: torch.dtype, seed: int, ops: Any
-) -> None:
+def test_mamba2_has_the_bits_of_vllms_kernel(dtype, cache_dtype, seed, ops):
     if not ROUNDS_TO_NEAREST and dtype == cache_dtype == BF16:
         pytest.skip("vLLM's kernel is far from the recurrence in bfloat16 on this processor")
     unit = 4 if dtype == cache_dtype == F32 else 8  # vLLM loads 8 aligned values of bfloat16
@@ -245,9 +239,7 @@ def test_mamba2_has_the_bits_of_vllms_kernel(
 
 @pytest.mark.parametrize("cache_dtype", [F32, BF16])
 @pytest.mark.parametrize("seed", range(3))
-def test_gated_delta_has_the_bits_of_vllms_kernel(
-    cache_dtype: torch.dtype, seed: int, ops: Any
-) -> None:
+def test_gated_delta_has_the_bits_of_vllms_kernel(cache_dtype, seed, ops):
     """It takes bfloat16 alone."""
     if not ROUNDS_TO_NEAREST:
         pytest.skip("vLLM's kernel is far from the recurrence in bfloat16 on this processor")
@@ -268,9 +260,7 @@ def test_gated_delta_has_the_bits_of_vllms_kernel(
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_convolutions_have_the_bits_of_vllms_kernel(
-    dtype: torch.dtype, seed: int, ops: Any
-) -> None:
+def test_convolutions_have_the_bits_of_vllms_kernel(dtype, seed, ops):
     layer = Convolution(seed, dtype, dtype)
     step = random_step(seed, [7, 0, 9], paddings=0)
     (x,) = layer.draw(step.num_rows)
@@ -295,7 +285,7 @@ def paths_of(layer: Convolution, step: Step) -> Iterator[tuple[Tensor, list[int]
             yield root, [starts[request] + above for above in step.path(request, place)]
 
 
-def test_windows_of_paths(kernels: None) -> None:
+def test_windows_of_paths(kernels):
     layer = Convolution(0, F32, BF16)
     step = random_step(2, [7, 0, 9], branches=True)
     (x,) = layer.draw(step.num_rows)
@@ -308,7 +298,7 @@ def test_windows_of_paths(kernels: None) -> None:
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX512-BF16")
-def test_windows_of_paths_give_packed_kernels_all_rows_at_once(ops: Any) -> None:
+def test_windows_of_paths_give_packed_kernels_all_rows_at_once(ops):
     """vLLM's convolution of gated delta nets in bfloat16 has sums that no other kernel has."""
     layer = Convolution(0, BF16, BF16, dim=64)
     step = random_step(3, [7, 0, 6], paddings=0)

@@ -39,7 +39,7 @@ def check(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_mamba2_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
+def test_mamba2_equals_vllm(dtype, vllm_kernels):
     layer = Mamba2(1, dtype, dtype)
     kernel = vllm_kernels[1]._selective_scan_update_kernel
 
@@ -59,7 +59,7 @@ def test_mamba2_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_gated_delta_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
+def test_gated_delta_equals_vllm(dtype, vllm_kernels):
     layer = GatedDelta(1, dtype, dtype)
     plain = vllm_kernels[2].fused_recurrent_gated_delta_rule_packed_decode
 
@@ -79,9 +79,7 @@ def test_gated_delta_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_chains_of_a_convolution_equal_vllm(
-    seed: int, vllm_kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_of_a_convolution_equal_vllm(seed, vllm_kernels, monkeypatch):
     """Its kernel for chains leaves the same window."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
