@@ -78,7 +78,6 @@ ALLOWED: dict[str, set[str]] = {
 import the standard library, itself and the modules directly in lookahead_vllm.
 """
 FOLDERS = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*/__init__.py")}
-TOP_FOLDERS = {folder for folder in FOLDERS if "/" not in folder}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -241,7 +241,7 @@ def test_one_engine_answers_all_batch_sizes(run_benchmark):
 def test_engines_that_take_turns_live_together_and_a_failing_one_is_left_out(run_benchmark):
     log, written = run_benchmark(
         "--methods", "none,suffix,ngram", "--batch-sizes", "1,2",
-        "--turns", "2,1",
+        "--turns", "2,1"
     )  # fmt: skip
     assert log == [
         "none 1: [0, 2] of 3", "ngram 1: [0, 2] of 3",

@@ -4,14 +4,7 @@ import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.request import RequestStatus
 
-from tests.support.driving import (
-    GREEDY,
-    drafter_of,
-    engine,
-    generate,
-    of_length,
-    random_prompts,
-)
+from tests.support.driving import GREEDY, drafter_of, engine, generate, of_length, random_prompts
 from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of
 from tests.support.models import save_config
 from tests.support.proposers import record

@@ -19,11 +19,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 COMMON: dict[str, Any] = dict(
-    vocab_size=128,
-    eos_token_id=1,
-    bos_token_id=0,
-    pad_token_id=2,
-    tie_word_embeddings=False,
+    vocab_size=128, eos_token_id=1, bos_token_id=0, pad_token_id=2, tie_word_embeddings=False
 )
 ROTARY: dict[str, Any] = dict(
     COMMON,

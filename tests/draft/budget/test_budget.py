@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.budget.allot import is_worth_waiting
-from lookahead_vllm.draft.budget.cost import (
-    MEMORY_SECONDS,
-    CostCurve,
-    Load,
-    StepCost,
-    StepWork,
-)
+from lookahead_vllm.draft.budget.cost import MEMORY_SECONDS, CostCurve, Load, StepCost, StepWork
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from tests.support.allotment import allot
 

@@ -8,12 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
-from lookahead_vllm.draft.budget.cost import (
-    CostCurve,
-    Load,
-    StepCost,
-    StepWork,
-)
+from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost, StepWork
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from tests.support.allotment import allot
 

@@ -17,13 +17,7 @@ from lookahead_vllm.engine.drafter.cache import fingerprint_of, open_cache
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.drafter.recorder import StepRecorder
 from lookahead_vllm.options.server import LookaheadOptions
-from tests.support.driving import (
-    drafter_of,
-    engine,
-    generate,
-    learn_last_step,
-    random_prompts,
-)
+from tests.support.driving import drafter_of, engine, generate, learn_last_step, random_prompts
 from tests.support.models import save_tiny_model
 from tests.support.smollm2 import SMOLLM2
 

@@ -16,11 +16,7 @@ from lookahead_vllm.engine.front_end.tool_results import (
 )
 from lookahead_vllm.options import request as request_options
 from lookahead_vllm.options.allowed import OptionError
-from lookahead_vllm.options.request import (
-    RequestOptions,
-    parse_options,
-    with_options,
-)
+from lookahead_vllm.options.request import RequestOptions, parse_options, with_options
 from tests.support.driving import drafter_of, engine, generate
 from tests.support.models import save_config
 from tests.support.parser_texts import FUNCTIONS
