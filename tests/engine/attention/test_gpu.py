@@ -203,34 +203,39 @@ def test_layers_without_tree_attention_get_chains():
         assert says in str(obstacle(case, [layer], cache))
 
 
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ({}, None),
-        ({"parallel": ParallelConfig(ubatch_size=2)}, "several batches"),
-        ({"pruning": False}, None),
-        ({"pruning": True}, "prunes video tokens"),
-        ({"text": {"index_topk": 2048}}, "sparse indexer"),
-        ({"transfer": object()}, "KV leaves the engine"),
-        ({"experts": True}, "returns the experts"),
-    ],
-)
-def test_engines_that_verify_no_trees(setting, says):
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(
-            uses_mrope="pruning" in setting,
-            multimodal_config=SimpleNamespace(
-                is_multimodal_pruning_enabled=lambda: setting["pruning"]
-            ),
-            hf_text_config=SimpleNamespace(**setting.get("text", {})),
-            is_encoder_decoder=False,
-        ),
-        kv_transfer_config=setting.get("transfer"),
-        aux_output_config=SimpleNamespace(enabled="experts" in setting),
-        parallel_config=setting.get("parallel") or ParallelConfig(),
+def config_that_branches(model: Any = None, **others: Any) -> Any:
+    """Of an engine whose trees may branch, with changes."""
+    own: dict[str, Any] = dict(uses_mrope=False, multimodal_config=None, is_encoder_decoder=False)
+    own["hf_text_config"] = SimpleNamespace()
+    config = dict(
+        model_config=SimpleNamespace(**own | (model or {})),
+        kv_transfer_config=None,
+        aux_output_config=SimpleNamespace(enabled=False),
+        parallel_config=ParallelConfig(),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
-    obstacle = branching_obstacle(config, [], ON_GPU)
+    return SimpleNamespace(**config | others)
+
+
+def with_videos(prunes: bool) -> dict[str, Any]:
+    multimodal = SimpleNamespace(is_multimodal_pruning_enabled=lambda: prunes)
+    return dict(uses_mrope=True, multimodal_config=multimodal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"parallel_config": ParallelConfig(ubatch_size=2)}, "several batches"),
+        ({"model": with_videos(prunes=False)}, None),
+        ({"model": with_videos(prunes=True)}, "prunes video tokens"),
+        ({"model": {"hf_text_config": SimpleNamespace(index_topk=2048)}}, "sparse indexer"),
+        ({"kv_transfer_config": object()}, "KV leaves the engine"),
+        ({"aux_output_config": SimpleNamespace(enabled=True)}, "returns the experts"),
+    ],
+)
+def test_engines_that_verify_no_trees(changes, says):
+    obstacle = branching_obstacle(config_that_branches(**changes), [], ON_GPU)
     assert obstacle is says is None or str(says) in str(obstacle)
 
 

@@ -139,6 +139,20 @@ def test_a_fixed_budget_measures_nothing(llama, kept, measured):
     assert not measured and not kept.exists()
 
 
+def plan_of(passes: Any, max_model_len: int, max_num_tokens: int) -> PassPlan:
+    """What is measured of these passes."""
+    runner: Any = SimpleNamespace(
+        forward_passes=lambda: passes,
+        vllm_config=SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=64),
+            model_config=SimpleNamespace(max_model_len=max_model_len),
+        ),
+        max_num_tokens=max_num_tokens,
+        drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
+    )
+    return PassPlan(runner)
+
+
 @pytest.mark.parametrize("longest", [1, 8, 16, 20, 4096])
 def test_no_pass_is_longer_than_max_model_len(longest):
     passes = SimpleNamespace(
@@ -149,16 +163,7 @@ def test_no_pass_is_longer_than_max_model_len(longest):
         drafts_in_graph=None,
         with_context=nullcontext,
     )
-    runner: Any = SimpleNamespace(
-        forward_passes=lambda: passes,
-        vllm_config=SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_seqs=64),
-            model_config=SimpleNamespace(max_model_len=longest),
-        ),
-        max_num_tokens=1024,
-        drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
-    )
-    plan = PassPlan(runner)
+    plan = plan_of(passes, longest, 1024)
     assert plan.batches == [batch for batch in BATCHES if batch.rows < longest]
     assert all(0 < plan.context <= longest - batch.rows for batch in plan.batches)
 

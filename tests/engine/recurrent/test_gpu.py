@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import ParallelConfig
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
@@ -17,6 +16,7 @@ from lookahead_vllm.engine.recurrent import kernels as recurrent_kernels
 from lookahead_vllm.engine.recurrent.states import PARENTS
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.recurrence import StateRows
+from tests.engine.attention.test_gpu import config_that_branches
 
 ROWS = [0, 1, 2, 4, 5]
 """Of the step's six tokens; the fourth is a prompt's."""
@@ -109,16 +109,7 @@ def test_its_convolution_reads_the_inputs_of_a_rows_path(context):
     ],
 )
 def test_layers_whose_drafts_are_chains(kind, is_random, says):
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(
-            uses_mrope=False,
-            multimodal_config=None,
-            hf_text_config=SimpleNamespace(),
-            is_encoder_decoder=False,
-        ),
-        kv_transfer_config=None,
-        aux_output_config=SimpleNamespace(enabled=False),
-        parallel_config=ParallelConfig(),
+    config = config_that_branches(
         mamba_config=SimpleNamespace(enable_stochastic_rounding=is_random),
         compilation_config=SimpleNamespace(static_forward_context={"one": kind.__new__(kind)}),
     )

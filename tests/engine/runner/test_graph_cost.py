@@ -1,7 +1,6 @@
 """CUDA graphs of the whole model are timed at captured sizes, with drafts and without."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +8,8 @@ import pytest
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
 from lookahead_vllm.engine.cost import measure as step_cost
 from lookahead_vllm.engine.cost import timed_passes
-from lookahead_vllm.engine.cost.timed_passes import CapturedTokens, PassPlan, measure
+from lookahead_vllm.engine.cost.timed_passes import CapturedTokens, measure
+from tests.engine.cost.test_measure import plan_of
 
 DRAFT_SIZES = [2, 4, 8, 16, 32, 48]
 
@@ -64,16 +64,7 @@ def cost_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> StepCost:
     monkeypatch.setattr(timed_passes, "_seconds", seconds)
     monkeypatch.setattr(timed_passes, "broadcast", lambda value: value)
     monkeypatch.setattr(timed_passes, "is_global_first_rank", lambda: False)
-    measured: Any = SimpleNamespace(
-        forward_passes=lambda: passes,
-        vllm_config=SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_seqs=64),
-            model_config=SimpleNamespace(max_model_len=2048),
-        ),
-        max_num_tokens=512,
-        drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
-    )
-    plan = PassPlan(measured)
+    plan = plan_of(passes, 2048, 512)
     return step_cost._cost_of(plan, measure(plan).times)
 
 
