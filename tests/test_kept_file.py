@@ -28,7 +28,7 @@ def read(path: Path) -> bytes:
         return file.read()
 
 
-def test_a_kill_while_it_is_written_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_kill_while_it_is_written_leaves_the_old_file(tmp_path):
     path = tmp_path / "a"
     write(path, b"old")
     receiving, sending = os.pipe()
@@ -53,9 +53,7 @@ def test_a_kill_while_it_is_written_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_failed_write_leaves_only_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_only_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a"
     write(path, b"old")
 
@@ -68,7 +66,7 @@ def test_a_failed_write_leaves_only_the_old_file(
     assert read(path) == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_of_concurrent_writes_one_wins(tmp_path: Path) -> None:
+def test_of_concurrent_writes_one_wins(tmp_path):
     path = tmp_path / "a"
     torn = []
 
@@ -85,7 +83,7 @@ def test_of_concurrent_writes_one_wins(tmp_path: Path) -> None:
     assert not torn and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_path_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RefusedFileError, match="it is not a regular file"):
         read(tmp_path / "pipe")
@@ -97,8 +95,8 @@ def test_a_path_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("owner", "is_refused"), [(0, False), (1000, False), (1234, True)])
 def test_a_file_of_another_user_than_this_one_and_root_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, is_refused: bool
-) -> None:
+    tmp_path, monkeypatch, owner, is_refused
+):
     path = tmp_path / "a"
     write(path, b"content")
     found = list(path.stat())
@@ -112,7 +110,7 @@ def test_a_file_of_another_user_than_this_one_and_root_is_refused(
         assert read(path) == b"content"
 
 
-def test_a_refused_file_is_set_aside_in_place_of_an_older_one(tmp_path: Path) -> None:
+def test_a_refused_file_is_set_aside_in_place_of_an_older_one(tmp_path):
     for content in "12":
         (tmp_path / "a").write_text(content)
         target = set_aside(tmp_path / "a")

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,12 +51,7 @@ def without_a_home(root: Path, patch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     "case", [below_a_file, of_another_user, that_others_may_write_to, without_a_home]
 )
-def test_an_unsafe_or_unwritable_folder_is_not_used(
-    case: Callable[[Path, pytest.MonkeyPatch], str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_unsafe_or_unwritable_folder_is_not_used(case, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setenv("LOOKAHEAD_VLLM_CACHE", str(tmp_path / "root"))
     says = case(tmp_path / "root", monkeypatch)

@@ -100,7 +100,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.parent
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     package = ROOT / "lookahead_vllm"
     data = ("verify/*/cpu.cpp", "draft/growth/priors.npz", "py.typed")
     folders = {path.parent for path in package.rglob("__init__.py")}
@@ -115,7 +115,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith(".cpp") for name in expected) and "lookahead_vllm/py.typed" in names
 
 
-def test_the_sdist_holds_the_tests_and_what_they_read(built: Path) -> None:
+def test_the_sdist_holds_the_tests_and_what_they_read(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -126,7 +126,7 @@ def test_the_sdist_holds_the_tests_and_what_they_read(built: Path) -> None:
     assert not [name for name in names if name.endswith(".pyc")]
 
 
-def test_it_is_built_for_the_pythons_and_releases_of_vllm(facts: Message) -> None:
+def test_it_is_built_for_the_pythons_and_releases_of_vllm(facts):
     releases = " and ".join(SUPPORTED)
     assert f"vLLM {releases}" in facts["Summary"]
     requirements = [Requirement(text) for text in facts.get_all("Requires-Dist", [])]
@@ -145,7 +145,7 @@ def test_it_is_built_for_the_pythons_and_releases_of_vllm(facts: Message) -> Non
     assert SpecifierSet(facts["Requires-Python"]) == SpecifierSet(vllms)
 
 
-def test_the_command_runs_from_the_wheel(environment: Path, facts: Message) -> None:
+def test_the_command_runs_from_the_wheel(environment, facts):
     command = environment / "lookahead-vllm"
     printed = run(command, "--help")
     assert all(f"\n  {name}" in printed for name in COMMANDS)

@@ -67,7 +67,6 @@ class Simulation:
             batch_size=run.batch_size,
             nodes=run.nodes,
             device_ms=options.device_ms,
-            token_us=options.token_us,
             steps=options.steps,
             host_delay_ms=options.host_delay_ms,
             waits=method.waits,

@@ -196,12 +196,6 @@ class Stream:
         """Let the work queued later start after the event."""
         self.ends_at = max(self.ends_at, event.instant)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        """Record an event, or a new one, after the work queued so far."""
-        event = Event(self._device) if event is None else event
-        event.record(self)
-        return event
-
     def query(self) -> bool:
         """Whether the work queued so far has ended."""
         return self._device.has_reached(self.ends_at)

@@ -45,11 +45,13 @@ COUNTED_STEPS = 20
 CHAIN_TOKENS, DRAFTER_SHARE = 3, 0.05
 """What the drafter proposes, and the time of a pass of it, as a share of the model's."""
 MAX_TOKENS = MAX_POSITIONS - PROMPT_TOKENS - 1
+TOKEN_SECONDS = 1e-5
+"""What each token adds to a pass."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The input of a run; times in milliseconds and microseconds as in the names."""
+    """The input of a run; times in milliseconds."""
 
     lookahead: bool
     proposer: str | None
@@ -58,7 +60,6 @@ class Job:
     nodes: int
     """Of each request; with 0, the text has nothing to draft."""
     device_ms: float
-    token_us: float
     steps: int
     host_delay_ms: float
     waits: bool
@@ -200,7 +201,7 @@ def measure(job: Job) -> Callable[[], Measurement]:
     text = Text(patterned=job.nodes > 0)
 
     def seconds_of(num_tokens: int) -> float:
-        return 1e-3 * job.device_ms + 1e-6 * job.token_us * num_tokens
+        return 1e-3 * job.device_ms + TOKEN_SECONDS * num_tokens
 
     stand_ins.register_model(device, work, text, seconds_of, DRAFTER_SHARE)
     engine: Any = make_llm(job).llm_engine

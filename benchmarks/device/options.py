@@ -13,8 +13,8 @@ DESCRIPTION = """\
 Measure the time that a simulated device waits for the host in a step, and the host's time."""
 
 EPILOG = """\
-What a GPU would wait for, measured without one. The model's forward pass is replaced by one that a
-device runs for --device-ms, plus --token-us for each token, while the host goes on. It takes no
+What a GPU would wait for, measured without one. The model's forward pass is replaced by one that
+a device runs for --device-ms, plus 10 µs for each token, while the host goes on. It takes no
 core. Launches are queued in order. Streams and events are the device's: sampled tokens reach the
 host when the device has ended their step, and a host that reads them before it has waited gets
 nonsense. Scheduler, model runner, sampler and lookahead are the real ones, in the loop of vLLM's
@@ -132,13 +132,6 @@ def parser() -> argparse.ArgumentParser:
         help="the time of a forward pass (default: 6)",
     )
     add(
-        "--token-us",
-        type=float,
-        default=10.0,
-        metavar="US",
-        help="what each token adds to it, in microseconds (default: 10)",
-    )
-    add(
         "--host-delay-ms",
         type=float,
         default=0.0,
@@ -184,8 +177,8 @@ def check(options: argparse.Namespace) -> None:
         raise OptionsError(
             f"--steps {options.steps} is too few for a median; write {MIN_STEPS} or more"
         )
-    if not options.device_ms > 0 or min(options.token_us, options.host_delay_ms) < 0:
-        raise OptionsError("--device-ms must be above 0, --token-us and --host-delay-ms at least 0")
+    if not options.device_ms > 0 or options.host_delay_ms < 0:
+        raise OptionsError("--device-ms must be above 0, and --host-delay-ms at least 0")
     if not 0 <= options.growers < num_cores():
         raise OptionsError(
             f"--growers {options.growers} must be less than the {num_cores()} cores of this machine"

@@ -71,7 +71,8 @@ how it measures:
   model then gives the recorded answers, and accepts what the model that was recorded would have
   accepted. It works with random weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
   On a CPU, plain vLLM is as users have it, on vLLM's first model runner; lookahead runs Model
-  Runner V2. With --plain-v2, plain vLLM's methods run V2 too, as far as it has them.
+  Runner V2. With LOOKAHEAD_VLLM_PLAIN_V2=1 in front of the command, plain vLLM's methods run V2
+  too, as far as it has them.
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. Threads are bound as
   vLLM does by default, which leaves a core to its front end: on a machine with few cores,
   compare with --threads nobind.
@@ -99,7 +100,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="N[,M]",
         help="turns of each engine (default: 1); or one N for each batch size",
     )
-    add("--plain-v2", action="store_true", help="on a CPU, plain vLLM runs Model Runner V2, too")
     add(
         "--one-engine",
         action="store_true",
@@ -128,12 +128,6 @@ def parser() -> argparse.ArgumentParser:
         "https://ui.perfetto.dev: of a turn more, which is not measured",
     )
     add("--check-exact", action="store_true", help="compare every answer with plain vLLM's")
-    add(
-        "--max-model-len",
-        type=positive,
-        metavar="N",
-        help="default: what the longest prompt needs",
-    )
     add("--prefix-caching", action="store_true", help="let methods share the KV of equal prefixes")
     add(
         "--engine-arg",

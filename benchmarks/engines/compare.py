@@ -30,12 +30,7 @@ from benchmarks.engines.arguments import parser
 from benchmarks.engines.fresh_engine import FreshEngine, RunFailed
 from benchmarks.engines.generate import Job, Turn
 from benchmarks.engines.rows import Outcome, Row, Run, make_row
-from benchmarks.methods import (
-    BASELINE,
-    MethodError,
-    SpeculativeConfig,
-    choose_methods,
-)
+from benchmarks.methods import BASELINE, MethodError, SpeculativeConfig, choose_methods
 from benchmarks.prompts import (
     Prompt,
     PromptError,
@@ -44,14 +39,8 @@ from benchmarks.prompts import (
     load_prompts,
     model_tokenizer,
 )
-from benchmarks.tables import (
-    category_tables,
-    main_table,
-    turn_table,
-    verdicts,
-)
+from benchmarks.tables import category_tables, main_table, turn_table, verdicts
 from lookahead_vllm.cli.arguments import escape_unprintable
-from lookahead_vllm.engine.plugin import PLAIN_V2
 from lookahead_vllm.machine import cpu_name, versions
 from lookahead_vllm.options.server import HAVE_WINDOW
 
@@ -69,12 +58,12 @@ def by_size(name: str, options: argparse.Namespace) -> dict[int, Any]:
 
 def engine_args(options: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """The arguments of `vllm.LLM` that all runs share."""
-    length = options.max_model_len or context_length(prompts, options.max_tokens, options.model)
+    length = context_length(prompts, options.max_tokens, options.model)
     for prompt in prompts:
         if len(prompt.token_ids) >= length:
             raise PromptError(
                 f"{options.prompts}, line {prompt.line}: {len(prompt.token_ids)} tokens leave no "
-                f"room for an answer in {length} positions (--max-model-len)"
+                f"room for an answer in the model's {length} positions"
             )
     args: dict[str, Any] = {
         "model": options.model,
@@ -145,8 +134,6 @@ class Benchmark:
         self.args = engine_args(options, [*itertools.chain(*prompts.values())])
         self.method_args = method_args
         self.environment = engine_environment(options)
-        if options.plain_v2:
-            self.environment[PLAIN_V2] = "1"
         if options.target_guided or options.trace:
             self.environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions to the worker
         self.outcomes: dict[tuple[str, int], Outcome] = {}
@@ -222,14 +209,9 @@ class Benchmark:
             references if method in self.options.references else None,
         )
         progress.show({"event": "starting"})
-        environment = {
-            **self.environment,
-            **rank_environment(
-                self.options,
-                self.methods[method],
-                args.get("tensor_parallel_size", 1),
-            ),
-        }
+        ranks = args.get("tensor_parallel_size", 1)
+        of_ranks = rank_environment(self.options, self.methods[method], ranks)
+        environment = {**self.environment, **of_ranks}
         return FreshEngine(generate.__name__, asdict(job), environment, log, progress.show)
 
     def _log(self, method: str, size: int) -> Path:
@@ -265,7 +247,8 @@ class Benchmark:
     def meta(self, argv: Sequence[str]) -> dict[str, Any]:
         """Machine, versions, options and prompts: what is needed to repeat the benchmark."""
         run = next((outcome.run for outcome in self.outcomes.values() if outcome.run), None)
-        inherited = {k: v for k, v in os.environ.items() if k.startswith(("VLLM_", "OMP_", "KMP_"))}
+        kinds = ("LOOKAHEAD_", "VLLM_", "OMP_", "KMP_")
+        inherited = {name: text for name, text in os.environ.items() if name.startswith(kinds)}
         preloaded = self.environment.get("LD_PRELOAD", "").split(":")
         return {
             "model": self.options.model,

@@ -22,11 +22,7 @@ NO_TEXT = -1
 """The number of the text of requests without a recorded answer."""
 
 
-def follow(
-    llm: Any,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-) -> None:
+def follow(llm: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
     """Give requests with these prompts these answers; other requests do not change.
 
     Tokens after the end of an answer are the model's own.
@@ -46,13 +42,8 @@ def follow(
     llm.collective_rpc(_install, args=([*map(list, prompts)], [*map(list, answers)]))
 
 
-def _install(
-    worker: Any, prompts: list[list[int]], answers: list[list[int]], *_unused: Any
-) -> None:
-    """Runs in a worker; plain vLLM's on a CPU has vLLM's first model runner.
-
-    Callers of earlier releases give two more lists; they have no meaning now.
-    """
+def _install(worker: Any, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Runs in a worker; plain vLLM's on a CPU has vLLM's first model runner."""
     runner = worker.model_runner
     guide = Guide(prompts, answers, runner.device)
     if hasattr(runner, "_sample"):

@@ -33,14 +33,15 @@ Four parts, each of which can be left out:
   exact     engines over small models with made-up weights: in float32, lookahead's answers are
             plain vLLM's, eager and with trees in CUDA graphs; in bfloat16, log-probabilities are as
             exact as plain vLLM's. Where vLLM with CUDA and pytest are installed
-  timings   milliseconds a call, one layer, replayed from a CUDA graph: FlashAttention on a chain of
-            as many tokens, then trees with triton, xformers and plain torch (`reference`); `floor`
-            is the time that reading the K/V once takes at the bandwidth that a copy reaches here
+  timings   milliseconds a call, one layer of 32 heads of 128 and 8 KV heads in bfloat16, pages of
+            16 tokens, replayed from a CUDA graph: FlashAttention on a chain of as many tokens,
+            then trees with triton, xformers and plain torch (`reference`); `floor` is the time
+            that reading the K/V once takes at the bandwidth that a copy reaches here
   bench     scripts/bench.py with the model that --model names, where vLLM with CUDA is installed;
             what follows `--` goes to it
 
-FlashAttention is vLLM's or the package flash-attn, over the same pages; where neither is installed,
-torch's own over K/V without pages, which is named `torch flash` in the table.
+FlashAttention is vLLM's, over the same pages; where it is not installed, torch's own over K/V
+without pages, which is named `torch flash` in the table.
 
 It runs with torch, triton and numpy alone, and takes in what else is installed. One table goes to
 the terminal, and everything to --json, after each check. --seconds ends it in time: what is under
@@ -73,16 +74,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         listed = ",".join(map(str, default))
         text = f"{meaning}, for the timings (default: {listed})"
         add(name, type=positives, default=default, metavar="N,M", help=text)
-    add("--heads", type=positive, default=32, help="query heads (default: 32)")
-    add("--kv-heads", type=positive, default=8, help="KV heads (default: 8)")
-    add("--head-size", type=positive, default=128, help="default: 128")
-    add("--page-size", type=positive, default=16, help="tokens of a page (default: 16)")
-    add(
-        "--dtype",
-        default="bfloat16",
-        choices=("float16", "bfloat16"),
-        help="of the timings (default: bfloat16)",
-    )
     add("--seconds", type=positive, metavar="N", help="the most that it may take")
     add("--json", type=Path, metavar="OUT.json", help="write everything there")
     add("--model", help="a model's folder or name, for `bench`")
@@ -94,8 +85,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
             "there is no CUDA device here; without one, the kernels are tested under Triton's "
             "interpreter: python -m pytest tests/verify/attention/test_paged_attention.py"
         )
-    if options.heads % options.kv_heads:
-        parser.error(f"--heads {options.heads} is no multiple of --kv-heads {options.kv_heads}")
     try:
         check_outputs(options, ValueError)
     except ValueError as error:

@@ -14,6 +14,7 @@ import triton.testing
 from benchmarks.gpu.case import DEVICE, Case
 from benchmarks.gpu.processes import TIME_IS_UP, Limit, in_processes
 
+KV_HEADS = 8
 MEMORY_SHARE = 0.4
 """K/V may take so much of the GPU's memory; larger cases are left out."""
 COPY_BYTES = 1 << 30
@@ -50,38 +51,24 @@ def flash_attention(case: Case) -> tuple[str, Callable[[], Any]]:
             fa_version=version, **schedule,
         )  # fmt: skip
     except ImportError:
-        pass
-    count, size = len(case.sizes), case.sizes[0]
-    q = case.query.view(count, size, case.heads, case.head_size)
-    try:
-        from flash_attn import flash_attn_with_kvcache
-
-        return "flash-attn", lambda: flash_attn_with_kvcache(
-            q, case.key_cache, case.value_cache, cache_seqlens=lengths,
-            block_table=case.block_table, causal=True,
-        )  # fmt: skip
-    except ImportError:
-        pass
-    return "torch flash", _torch_flash(case, q, longest)
+        return "torch flash", _torch_flash(case, longest)
 
 
-def _torch_flash(case: Case, q: torch.Tensor, longest: int) -> Callable[[], Any]:
+def _torch_flash(case: Case, longest: int) -> Callable[[], Any]:
     """torch's own, over random K/V without pages."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
-    count, size = q.shape[:2]
+    count, size = len(case.sizes), case.sizes[0]
+    q = case.query.view(count, size, case.heads, case.head_size)
     shape = (count, case.kv_heads, longest, case.head_size)
     k, v = (torch.randn(shape, device=DEVICE, dtype=case.dtype) for _ in range(2))
 
     def run() -> torch.Tensor:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+            mask = causal_lower_right(size, longest)
             return torch.nn.functional.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k,
-                v,
-                attn_mask=causal_lower_right(size, longest),
-                enable_gqa=True,
+                q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True
             )
 
     return run
@@ -110,19 +97,15 @@ def milliseconds(run: Callable[[], Any], graph: bool = True) -> float | None:
         return None
 
 
-def time_case(options: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str, Any]:
+def time_case(shape: tuple[int, int, int]) -> dict[str, Any]:
     """The times of requests, of this context and as many nodes each."""
     requests, context, nodes = shape
-    case = Case(
-        [context] * requests, [nodes] * requests, heads=options.heads, kv_heads=options.kv_heads,
-        head_size=options.head_size, page_size=options.page_size,
-        dtype=getattr(torch, options.dtype),
-    )  # fmt: skip
+    case = Case([context] * requests, [nodes] * requests, heads=32, kv_heads=KV_HEADS)
     bandwidth = copy_bandwidth()
     flash_name, flash = flash_attention(case)
     row = {
         "bandwidth": bandwidth,
-        "floor": requests * kv_bytes(options, context, nodes) / bandwidth * 1e3,
+        "floor": requests * kv_bytes(context, nodes) / bandwidth * 1e3,
         "flash_by": flash_name,
         **dict.fromkeys(TIMES),
     }
@@ -139,16 +122,13 @@ def time_case(options: argparse.Namespace, shape: tuple[int, int, int]) -> dict[
     return row
 
 
-def kv_bytes(options: argparse.Namespace, context: int, nodes: int) -> int:
+def kv_bytes(context: int, nodes: int) -> int:
     """The K/V of a request."""
-    return (context + nodes + 1) * 4 * int(options.kv_heads * options.head_size)
+    return (context + nodes + 1) * 4 * KV_HEADS * Case.head_size
 
 
 def measure(
-    options: argparse.Namespace,
-    results: dict[str, Any],
-    save: Callable[[], None],
-    limit: Limit,
+    options: argparse.Namespace, results: dict[str, Any], save: Callable[[], None], limit: Limit
 ) -> None:
     """Print the times of all implementations, side by side.
 
@@ -163,9 +143,9 @@ def measure(
         for requests, context, nodes in itertools.product(
             options.requests, options.contexts, options.nodes
         )
-        if requests * kv_bytes(options, context, nodes) <= most_bytes
+        if requests * kv_bytes(context, nodes) <= most_bytes
     ]
-    for shape, found in in_processes(partial(time_case, options), shapes, 1, limit.left):
+    for shape, found in in_processes(time_case, shapes, 1, limit.left):
         row = dict(zip(("requests", "context", "nodes"), shape, strict=True), **found)
         rows.append(row)
         save()

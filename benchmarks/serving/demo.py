@@ -6,7 +6,6 @@ texts are the same.
 """
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -121,11 +120,11 @@ def run_prompts(url: str, prompts: list[str], max_tokens: int) -> Result:
     return result
 
 
-def print_table(name: str, ours: Result, plain: Result) -> None:
+def print_table(ours: Result, plain: Result) -> None:
     acceptance = "-" if ours.acceptance_length is None else f"{ours.acceptance_length:.2f}"
     same = sum(a == b for a, b in zip(ours.texts, plain.texts, strict=True))
     rows = (
-        ("", name, "plain vLLM"),
+        ("", "lookahead", "plain vLLM"),
         ("tokens", str(ours.tokens), str(plain.tokens)),
         ("tokens/s", f"{ours.tokens_per_s:.1f}", f"{plain.tokens_per_s:.1f}"),
         ("ratio", f"{ours.tokens_per_s / plain.tokens_per_s:.2f}", "1.00"),
@@ -140,19 +139,6 @@ def print_table(name: str, ours: Result, plain: Result) -> None:
     say()
 
 
-def speculation(text: str) -> str:
-    """Check a --speculative-config before two servers are started for it."""
-    try:
-        if not isinstance(json.loads(text), dict):
-            raise ValueError("not a JSON object")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a JSON object ({error}); "
-            'write for instance \'{"method": "lookahead", "num_speculative_tokens": 8}\''
-        ) from None
-    return text
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="demo.sh",
@@ -161,9 +147,7 @@ def parse_args() -> argparse.Namespace:
         epilog="examples:\n"
         "  demo.sh                                   the four built-in prompts\n"
         "  demo.sh --prompts 1 --max-tokens 64       a quick look\n"
-        "  demo.sh --prompt 'List ten rivers.'       a prompt of yours (repeat it for more)\n"
-        '  demo.sh --speculative-config \'{"method": "lookahead", "num_speculative_tokens": 8}\'\n'
-        "                                            lookahead with other options\n",
+        "  demo.sh --prompt 'List ten rivers.'       a prompt of yours (repeat it for more)\n",
     )
     parser.add_argument(
         "--model",
@@ -191,13 +175,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="use this prompt instead; repeatable"
     )
-    parser.add_argument(
-        "--speculative-config",
-        type=speculation,
-        metavar="JSON",
-        help="give this to vLLM instead of --speculative-model='[lookahead]'; any of vLLM's own "
-        "methods can be compared in the same way",
-    )
     args = parser.parse_args()
     if args.prompt is None:
         args.prompt = list(PROMPTS[: args.prompts])
@@ -211,16 +188,10 @@ def _demo() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
-    if args.speculative_config:
-        method = json.loads(args.speculative_config).get("method", "speculation")
-        method_flags = [f"--speculative-config={args.speculative_config}"]
-    else:
-        method, method_flags = "lookahead", ["--speculative-model=[lookahead]"]
-
     logs = REPO / ".cache" / "demo"
     logs.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
-    for name, flags in ((method, method_flags), ("plain", [])):
+    for name, flags in (("lookahead", ["--speculative-model=[lookahead]"]), ("plain", [])):
         port = free_port()
         command = ["vllm", "serve", args.model, *flags]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype]
@@ -230,7 +201,7 @@ def _demo() -> int:
             results.append(run_prompts(url, args.prompt, args.max_tokens))
 
     ours, plain = results
-    print_table(method, ours, plain)
+    print_table(ours, plain)
     if ours.texts == plain.texts:
         say(f"The texts are the same, in {args.dtype}.")
         return 0

@@ -1,7 +1,6 @@
 """An engine on the simulated device."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from benchmarks.device import compare
 
 
 @pytest.mark.slow
-def test_asynchronous_steps_hide_the_host_and_drafts_are_accepted(tmp_path: Path) -> None:
+def test_asynchronous_steps_hide_the_host_and_drafts_are_accepted(tmp_path):
     """The host takes 5 ms more in each step, the device 20 ms. A host that read tokens before they
     have arrived would accept none."""
     path = tmp_path / "rows.json"

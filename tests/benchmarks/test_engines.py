@@ -80,7 +80,7 @@ class ScriptedEngine:
         return SimpleNamespace(request_id=request_id, outputs=[completion], finished=finished)
 
 
-def test_a_request_s_steps_are_those_that_emitted_its_tokens_without_its_prefill() -> None:
+def test_a_request_s_steps_are_those_that_emitted_its_tokens_without_its_prefill():
     engine = ScriptedEngine({"0": 1}, {"0": 3, "1": 1}, {}, {"0": 0, "1": 2}, {"0": 2})
     (first, second), seconds, full = answer(engine, [[1], [2]], [None, None], 2)
     assert (first.steps, len(first.token_ids)) == (2, 6)
@@ -92,7 +92,7 @@ def test_a_request_s_steps_are_those_that_emitted_its_tokens_without_its_prefill
 # Figures.
 
 
-def test_the_figures_of_a_row_are_those_of_their_definitions() -> None:
+def test_the_figures_of_a_row_are_those_of_their_definitions():
     figures = row()
     assert figures["tokens"] == 32 and figures["steps"] == 10
     assert figures["tokens_per_s"] == pytest.approx(32 / 5)
@@ -103,7 +103,7 @@ def test_the_figures_of_a_row_are_those_of_their_definitions() -> None:
     assert figures["mismatches"] == 0
 
 
-def test_a_category_has_a_speed_only_where_requests_ran_alone() -> None:
+def test_a_category_has_a_speed_only_where_requests_ran_alone():
     alone, together = row(batch_size=1)["by_category"], row(batch_size=8)["by_category"]
     assert alone["code"]["tokens_per_s"] == pytest.approx(21 / 3)
     assert alone["code"]["ratio"] == pytest.approx(4 / 3)
@@ -111,7 +111,7 @@ def test_a_category_has_a_speed_only_where_requests_ran_alone() -> None:
     assert alone["code"]["tokens_per_step"] == together["code"]["tokens_per_step"] == 20 / 6
 
 
-def test_an_answer_that_differs_from_plain_vllms_is_a_mismatch() -> None:
+def test_an_answer_that_differs_from_plain_vllms_is_a_mismatch():
     wrong = Generation([9] * 11, 4, seconds=2.0)
     figures = row(run=run(wrong, DRAFTED.generations[1], seconds=8.0))
     assert figures["tokens_per_s"] == 4 and figures["tokens_per_s_runs"] == [4]
@@ -120,7 +120,7 @@ def test_an_answer_that_differs_from_plain_vllms_is_a_mismatch() -> None:
     assert figures["by_category"]["code"]["mismatches"] == 0
 
 
-def test_turns_have_a_mean_and_its_standard_error() -> None:
+def test_turns_have_a_mean_and_its_standard_error():
     turns = [turn(generation(21, steps), seconds=2.0) for steps in (10, 5)]
     plain = Run([turn(generation(21, 20), seconds=s) for s in (4.0, 2.0)])
     figures = make_row("ngram", 1, Outcome(Run(turns)), plain, ["qa"] * 2, False)
@@ -129,7 +129,7 @@ def test_turns_have_a_mean_and_its_standard_error() -> None:
     assert line == "| ngram, batch 1    | 1.50 ± 0.50 | 3.00 ± 1.00 |"
 
 
-def test_the_answers_of_the_first_run_are_recorded(tmp_path: Path) -> None:
+def test_the_answers_of_the_first_run_are_recorded(tmp_path):
     """In the order of its turns, as `lookahead-vllm simulate` reads them."""
     answers = [generation(tokens, 1) for tokens in (2, 3, 4)]
     whole = Run([turn(answers[0], answers[2]), turn(answers[1])])
@@ -154,7 +154,7 @@ def test_the_answers_of_the_first_run_are_recorded(tmp_path: Path) -> None:
         ([1.01, 1.03], "level"),  # two turns say little
     ],
 )
-def test_a_verdict_is_as_certain_as_the_turns_allow(ratios: list[float], expected: str) -> None:
+def test_a_verdict_is_as_certain_as_the_turns_allow(ratios, expected):
     assert verdict(ratios) == expected
 
 
@@ -222,7 +222,7 @@ def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunBenchma
     return run
 
 
-def test_one_engine_answers_all_batch_sizes(run_benchmark: RunBenchmark) -> None:
+def test_one_engine_answers_all_batch_sizes(run_benchmark):
     log, written = run_benchmark(
         "--methods", "none,suffix,ngram", "--batch-sizes", "1,2",
         "--limit", "1,3", "--turns", "1,3", "--one-engine",
@@ -238,12 +238,10 @@ def test_one_engine_answers_all_batch_sizes(run_benchmark: RunBenchmark) -> None
     assert [row["prompts"] for row in written["rows"] if row["method"] == "none"] == [1, 3]
 
 
-def test_engines_that_take_turns_live_together_and_a_failing_one_is_left_out(
-    run_benchmark: RunBenchmark,
-) -> None:
+def test_engines_that_take_turns_live_together_and_a_failing_one_is_left_out(run_benchmark):
     log, written = run_benchmark(
         "--methods", "none,suffix,ngram", "--batch-sizes", "1,2",
-        "--turns", "2,1",
+        "--turns", "2,1"
     )  # fmt: skip
     assert log == [
         "none 1: [0, 2] of 3", "ngram 1: [0, 2] of 3",

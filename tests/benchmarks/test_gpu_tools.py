@@ -22,9 +22,7 @@ ROOT = Path(__file__).parents[2]
 # The inputs of gpu_check.py.
 
 
-def test_every_case_is_checked_against_attention_by_the_book(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_case_is_checked_against_attention_by_the_book(monkeypatch):
     monkeypatch.setattr(case, "DEVICE", "cpu")
     options = {"sliding_window": 40, "soft_cap": 5.0, "alibi_slopes": True, "sinks": True}
     mixed = case.Case([70, 0, 9], [33, 5, 12], causal=(2,), dtype=torch.float32, options=options)
@@ -34,7 +32,7 @@ def test_every_case_is_checked_against_attention_by_the_book(
 
 
 @pytest.mark.parametrize("name", ["penalties", "bad words", "thinking", "latent", "choices"])
-def test_the_other_kernels_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_kernels_are_checked(name, monkeypatch):
     """Those of a CPU stand in for them."""
     monkeypatch.setattr(other_kernels, "DEVICE", "cpu")
     for found, check in other_kernels.checks():
@@ -46,7 +44,7 @@ def test_the_other_kernels_are_checked(name: str, monkeypatch: pytest.MonkeyPatc
 # What ends in time, and what a failure of the device stops.
 
 
-def test_a_process_is_replaced_once_something_has_failed_in_it() -> None:
+def test_a_process_is_replaced_once_something_has_failed_in_it():
     own = "dict(pid=__import__('os').getpid())"
     tasks = [own, own, "dict(raised='an illegal access')", own, "__import__('os')._exit(9)", own]
     rows = [row for _, row in in_processes(eval, tasks, 1, None)]
@@ -55,13 +53,13 @@ def test_a_process_is_replaced_once_something_has_failed_in_it() -> None:
     assert first["pid"] != after_raising["pid"] != after_ending["pid"]
 
 
-def test_a_task_under_way_is_stopped_when_the_time_is_up() -> None:
+def test_a_task_under_way_is_stopped_when_the_time_is_up():
     start, sleep = time.monotonic(), "__import__('time').sleep(60)"
     assert [*in_processes(eval, [sleep, sleep], 1, 1)] == [(sleep, {"stopped": "the time was up"})]
     assert time.monotonic() - start < 30
 
 
-def test_a_command_is_interrupted_when_the_time_is_up() -> None:
+def test_a_command_is_interrupted_when_the_time_is_up():
     program = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: time.sleep(60)"
     start = time.monotonic()
     assert Limit(4).run([sys.executable, "-c", program]) == "the time was up"
@@ -72,9 +70,7 @@ def test_a_command_is_interrupted_when_the_time_is_up() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "code"), [(60, -signal.SIGKILL), (0, 0)])
-def test_an_engine_under_way_ends_when_the_benchmark_was_killed(
-    seconds: int, code: int, tmp_path: Path
-) -> None:
+def test_an_engine_under_way_ends_when_the_benchmark_was_killed(seconds, code, tmp_path):
     """With all processes of its group; one that waits for a question ends by itself."""
     job = tmp_path / "job.json"
     job.write_text("{}")
@@ -95,7 +91,7 @@ answer_questions(run)
         assert engine.returncode == code
 
 
-def test_no_test_is_run_after_a_failure_of_the_device(tmp_path: Path) -> None:
+def test_no_test_is_run_after_a_failure_of_the_device(tmp_path):
     (tmp_path / "test_it.py").write_text("""
 import torch
 def test_a():
@@ -117,7 +113,7 @@ def test_b(): pass
 # The bundle.
 
 
-def test_a_bundle_says_which_python_it_was_made_for(tmp_path: Path) -> None:
+def test_a_bundle_says_which_python_it_was_made_for(tmp_path):
     made = {"python": "2.7", "archives": {}, "folders": []}
     (tmp_path / "bundle.json").write_text(json.dumps(made))
     script = str(ROOT / "benchmarks" / "gpu" / "bundle" / "unpack.py")
@@ -127,9 +123,7 @@ def test_a_bundle_says_which_python_it_was_made_for(tmp_path: Path) -> None:
     assert "the bundle was made for 2.7: set PYTHON" in done.stderr
 
 
-def test_files_of_another_vllm_are_laid_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_another_vllm_are_laid_over(tmp_path, capsys):
     for name, text in (
         ("site/vllm/a.py", "old"),
         ("site/vllm/b.py", "kept"),
@@ -147,7 +141,7 @@ def test_files_of_another_vllm_are_laid_over(
     assert "vllm/a.py replaces that of 0.33" in said and "vllm/suffix/c.py is new" in said
 
 
-def test_it_needs_only_torch_and_triton_and_reports_a_missing_gpu() -> None:
+def test_it_needs_only_torch_and_triton_and_reports_a_missing_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     script = str(ROOT / "scripts" / "gpu_check.py")

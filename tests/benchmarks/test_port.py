@@ -24,7 +24,7 @@ def _forget_sources() -> Iterator[None]:
     compare._all_words.cache_clear()
 
 
-def test_the_installed_vllm_fits() -> None:
+def test_the_installed_vllm_fits():
     assert not list(compare.problems())
 
 
@@ -60,9 +60,7 @@ def rename(old: str, new: str) -> Callable[[str], str]:
         ("vllm/v1/worker/cpu_worker.py", None, "there is no module vllm.v1.worker.cpu_worker"),
     ],
 )
-def test_what_is_replaced_or_imported_is_compared(
-    module: str, change: Callable[[str], str] | None, problem: str, tmp_path: Path
-) -> None:
+def test_what_is_replaced_or_imported_is_compared(module, change, problem, tmp_path):
     """With the few modules of another release that a test needs; the others are missing."""
     path = tmp_path / module
     path.parent.mkdir(parents=True)
@@ -75,12 +73,12 @@ def test_what_is_replaced_or_imported_is_compared(
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def test_every_item_of_the_table_is_read() -> None:
+def test_every_item_of_the_table_is_read():
     assert len(SEAMS) == len(re.findall(r"^- `vllm", TABLE.read_text(), re.M)) > 80
     assert all(seam.why and seam.until and seam.area for seam in SEAMS)
 
 
-def test_a_place_or_need_that_is_missing_is_reported() -> None:
+def test_a_place_or_need_that_is_missing_is_reported():
     gone = "gone_now"
     for seam in SEAMS:
         if seam.release in ("", RELEASE):
@@ -90,6 +88,6 @@ def test_a_place_or_need_that_is_missing_is_reported() -> None:
                 assert gone in (compare._problem(PACKAGE, changed) or ""), changed
 
 
-def test_no_place_is_patched_by_two_seams() -> None:
+def test_no_place_is_patched_by_two_seams():
     places = [place for seam in SEAMS if seam.is_patch for place in seam.places]
     assert len(places) == len(set(places)) > 15

@@ -1,7 +1,5 @@
 """`scripts/learn_priors.py` writes what a trie loads."""
 
-from pathlib import Path
-
 import numpy as np
 
 from benchmarks.learning.priors import main
@@ -10,7 +8,7 @@ from lookahead_vllm.draft.growth.acceptance_rate import NUM_RATES
 from tests.support.files import jsonl
 
 
-def test_it_writes_what_a_trie_loads(tmp_path: Path) -> None:
+def test_it_writes_what_a_trie_loads(tmp_path):
     rng = np.random.default_rng(0)
     phrases = rng.integers(3, 2000, (40, 12))  # the texts repeat themselves
     texts = [[phrases[rng.integers(0, 40, 25)].ravel().tolist() for _ in "ab"] for _ in range(40)]

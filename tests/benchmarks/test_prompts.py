@@ -1,7 +1,5 @@
 """The prompts of the benchmarks."""
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.engines import compare as bench
@@ -9,7 +7,7 @@ from benchmarks.prompts import load_prompts, spread
 from tests.support.files import jsonl
 
 
-def test_a_line_holds_ids_or_text_or_messages_and_a_category_or_a_suite(tmp_path: Path) -> None:
+def test_a_line_holds_ids_or_text_or_messages_and_a_category_or_a_suite(tmp_path):
     path = jsonl(
         tmp_path / "p.jsonl",
         {"prompt_token_ids": [1, 2], "category": "qa", "suite": "s", "output_token_ids": [3]},
@@ -35,15 +33,11 @@ def test_a_line_holds_ids_or_text_or_messages_and_a_category_or_a_suite(tmp_path
         ("ab", 9, [0, 1]),
     ],
 )
-def test_a_limit_is_spread_evenly_in_file_order(
-    categories: str, limit: int | None, expected: list[int]
-) -> None:
+def test_a_limit_is_spread_evenly_in_file_order(categories, limit, expected):
     assert spread(categories, limit) == expected
 
 
-def test_proposers_that_learn_from_the_model_are_not_guided_without_its_choices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_proposers_that_learn_from_the_model_are_not_guided_without_its_choices(tmp_path, capsys):
     path = jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1], "output_token_ids": [2, 3]})
     config = 'h={"method":"lookahead","proposer":"hybrid"}'
     with pytest.raises(SystemExit):

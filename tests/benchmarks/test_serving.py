@@ -1,7 +1,5 @@
 """The tables of servers under load."""
 
-from typing import Any
-
 import pytest
 
 from benchmarks.serving.arrivals import Latencies
@@ -27,12 +25,12 @@ def latencies(tpot: float, tokens_per_s: float = 50.0) -> Latencies:
     ],
 )
 def test_a_method_is_worse_if_its_ratio_differs_from_1_by_more_than_the_spread(
-    ratios: list[float], metric: Any, expected: str | None
-) -> None:
+    ratios, metric, expected
+):
     assert verdict(ratios, metric) == expected
 
 
-def test_the_table_compares_round_by_round() -> None:
+def test_the_table_compares_round_by_round():
     # The machine was busy in the second round, which does not change the ratio.
     measured: Measured = {
         0.5: {

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from lookahead_vllm.draft.cache.warming import TextError, check_texts, read_text
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.files import jsonl
 from tests.support.tokenizer import save_tokenizer
 
 WORDS = ["[UNK]", "<user>", "<bot>", "<end>", *(f"w{i}" for i in range(60))]
@@ -63,11 +63,6 @@ def ids(text: str) -> list[int]:
     return [WORDS.index(word) for word in text.split()]
 
 
-def write(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 def texts(path: Path, renderer: ServerRenderer) -> list[tuple[list[int], list[int]]]:
     check_texts(path)
     found = read_texts(path, renderer, skip=pytest.fail)
@@ -104,14 +99,12 @@ def texts(path: Path, renderer: ServerRenderer) -> list[tuple[list[int], list[in
         ),
     ],
 )
-def test_every_kind_of_line_is_an_answer_after_its_prompt(
-    line: Any, expected: list[tuple[str, str]], tmp_path: Path, renderer: ServerRenderer
-) -> None:
-    path = write(tmp_path / "a.jsonl", line)
+def test_every_kind_of_line_is_an_answer_after_its_prompt(line, expected, tmp_path, renderer):
+    path = jsonl(tmp_path / "a.jsonl", line)
     assert texts(path, renderer) == [(ids(before), ids(answer)) for before, answer in expected]
 
 
-def test_a_file_of_another_kind_is_one_document(tmp_path: Path, renderer: ServerRenderer) -> None:
+def test_a_file_of_another_kind_is_one_document(tmp_path, renderer):
     (tmp_path / "a.md").write_text("\ufeffw1 w2\n\nw3\n", encoding="utf-8")
     assert texts(tmp_path / "a.md", renderer) == [([], ids("w1 w2 w3"))]
 
@@ -134,9 +127,7 @@ def test_a_file_of_another_kind_is_one_document(tmp_path: Path, renderer: Server
         ),
     ],
 )
-def test_a_wrong_text_is_named_with_its_line(
-    content: str | bytes, message: str, tmp_path: Path
-) -> None:
+def test_a_wrong_text_is_named_with_its_line(content, message, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TextError) as error:
@@ -189,19 +180,15 @@ def chat_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServerRen
     ],
 )
 def test_an_answer_is_the_end_of_the_chat_that_vllm_renders(
-    answer: Any,
-    learned: str,
-    name: str,
-    tmp_path: Path,
-    chat_models: dict[str, ServerRenderer],
-) -> None:
+    answer, learned, name, tmp_path, chat_models
+):
     renderer = chat_models[name]
     messages = [
         {"role": "assistant", "content": "hello"},
         {"role": "user", "content": PARTS},
         {"role": "assistant", **answer},
     ]
-    path = write(tmp_path / "a.jsonl", {"messages": messages, "tools": [TOOL], "model": "x"})
+    path = jsonl(tmp_path / "a.jsonl", {"messages": messages, "tools": [TOOL], "model": "x"})
     ((prompt, ids),) = texts(path, renderer)
     assert renderer.tokenizer.decode(ids) == learned
     assert prompt == rendered_by_vllm(renderer, messages[:2], add_generation_prompt=True)
@@ -224,12 +211,10 @@ def rendered_by_vllm(
     )
 
 
-def test_a_line_that_vllm_refuses_is_named_and_skipped(
-    model: Path, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_that_vllm_refuses_is_named_and_skipped(model, tmp_path, tokenizer, capsys):
     image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
     custom = [{"id": "1", "type": "custom", "custom": {"name": "w1", "input": "w2"}}]
-    path = write(
+    path = jsonl(
         tmp_path / "a.jsonl",
         {"text": "w1 w2 w3 w4"},
         chat([image], "w9"),
@@ -266,9 +251,7 @@ def chat(question: Any, answer: Any, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hub", ["answers", "is out of reach"])
-def test_a_misspelt_model_is_told_before_anything_is_loaded(
-    hub: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_model_is_told_before_anything_is_loaded(hub, tmp_path, capsys, monkeypatch):
     def repo_exists(self: HfApi, name: str) -> bool:
         if hub == "answers":
             return False
@@ -308,33 +291,25 @@ def cache(model: Path, tmp_path: Path) -> Path:
     return out
 
 
-def test_the_first_request_gets_drafts_from_the_file(cache: Path, tokenizer: Any) -> None:
+def test_the_first_request_gets_drafts_from_the_file(cache, tokenizer):
     assert drafted(cache, tokenizer, "w3 w4 w5")[:4] == ids("w6 w7 w8 w9")
     assert drafted(cache, tokenizer, "w3 w4 w5", "other") == []
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_prompts_are_inserted_whole(
-    add: bool, cache: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_inserted_whole(add, cache, tokenizer, monkeypatch):
     """In a server this has 2 ms a step; here are no steps, and the rest would be left out."""
     monkeypatch.setattr("lookahead_vllm.draft.insertion.MAX_SECONDS", 0.0)
     fingerprint = cache_file.fingerprint(tokenizer.get_vocab())
     options = argparse.Namespace(add=add, out=cache, max_nodes=None if add else 8192)
     proposer = make_proposer(options, fingerprint)
     proposer.start("r", [*range(1000, 1150), 1100, 1101])
-    assert draft_trees(proposer, [DraftLimits("r", 64, 64)])[0].tokens[:4].tolist() == [
-        1102,
-        1103,
-        1104,
-        1105,
-    ]
+    (tree,) = draft_trees(proposer, [DraftLimits("r", 64, 64)])
+    assert tree.tokens[:4].tolist() == [1102, 1103, 1104, 1105]
 
 
-def test_add_extends_the_file_and_keeps_its_ngrams(
-    cache: Path, model: Path, tokenizer: Any
-) -> None:
-    more = write(cache.with_name("b.jsonl"), {"prompt": "w50", "response": "w51 w52 w53"})
+def test_add_extends_the_file_and_keeps_its_ngrams(cache, model, tokenizer):
+    more = jsonl(cache.with_name("b.jsonl"), {"prompt": "w50", "response": "w51 w52 w53"})
     options = ["build", "--model", str(model), "--texts", str(more), "--out", str(cache), "--add"]
     assert main([*options, "--namespace", "team-a"]) == 0
     assert drafted(cache, tokenizer, "w3 w4 w5")[:1] == ids("w6")
@@ -372,11 +347,9 @@ def test_add_extends_the_file_and_keeps_its_ngrams(
         ),
     ],
 )
-def test_a_wrong_command_line_gets_one_sentence(
-    given: str, message: str, cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_gets_one_sentence(given, message, cache, model, capsys):
     places = dict(model=model, there=cache.parent, text=cache.with_name("a.txt"), cache=cache)
-    places["ids"] = write(cache.with_name("ids.jsonl"), {"output_token_ids": [64]})
+    places["ids"] = jsonl(cache.with_name("ids.jsonl"), {"output_token_ids": [64]})
     before = sorted(cache.parent.iterdir())
     with pytest.raises(SystemExit) as error:
         main([part.format(**places) for part in given.split()])
@@ -387,9 +360,7 @@ def test_a_wrong_command_line_gets_one_sentence(
     assert sorted(cache.parent.iterdir()) == before
 
 
-def test_ctrl_c_writes_nothing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_writes_nothing(model, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(SENTENCE)
 
     def interrupt(*args: Any) -> None:

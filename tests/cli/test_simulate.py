@@ -60,7 +60,7 @@ class Scripted(TestProposer):
 # Playing.
 
 
-def test_a_step_emits_the_agreeing_path_and_the_bonus_token() -> None:
+def test_a_step_emits_the_agreeing_path_and_the_bonus_token():
     # The prefill makes 10. Step 1 drafts 11 12 99, of which 11 12 are right, and adds 13.
     # Two tokens are left, so step 2 may send one node: of 14 15 it sends 14, and adds 15.
     drafter = Scripted(DraftTree.chain([11, 12, 99]), DraftTree.chain([14, 15]))
@@ -89,16 +89,14 @@ def test_a_step_emits_the_agreeing_path_and_the_bonus_token() -> None:
         ([12], [-1], [11]),
     ],
 )
-def test_the_longest_agreeing_path_of_a_tree_is_accepted(
-    tokens: list[int], parents: list[int], emitted: list[int]
-) -> None:
+def test_the_longest_agreeing_path_of_a_tree_is_accepted(tokens, parents, emitted):
     drafter = Scripted(DraftTree.from_lists(tokens, parents))
     played = play(drafter, trace([1], [10, 11, 12, 13, 14, 15, 16, 17]), "r", budget=8)
     assert drafter.log[3] == emitted
     assert played.nodes[0] == len(tokens)
 
 
-def test_the_speed_up_weighs_every_step_by_its_cost() -> None:
+def test_the_speed_up_weighs_every_step_by_its_cost():
     drafter = Scripted(DraftTree.chain([11, 12, 99]), DraftTree.chain([14]))
     played = play(drafter, trace([1, 2], [10, 11, 12, 13, 14, 15]), "r", budget=8)
     curve = CostCurve([1, 2], [1.0, 3.0])  # t(n) = 2 n - 1, so the steps cost 7 and 3
@@ -109,7 +107,7 @@ def test_the_speed_up_weighs_every_step_by_its_cost() -> None:
 # Modes.
 
 
-def test_a_repeated_answer_is_drafted() -> None:
+def test_a_repeated_answer_is_drafted():
     rng = random.Random(0)
     file = file_of(*(trace([1], rng.sample(range(40_000), 60)) for _ in range(4)))
     make = choose_proposers("ngram_trie:max_nodes=20000")["ngram_trie:max_nodes=20000"]
@@ -129,7 +127,7 @@ def conversation(name: str, turns: int) -> Iterator[Trace]:
         text += answer
 
 
-def test_sessions_run_side_by_side_and_turns_one_after_another() -> None:
+def test_sessions_run_side_by_side_and_turns_one_after_another():
     traces = [*conversation("a", 3), *conversation("b", 1), *conversation("c", 1)]
     drafter = Scripted()
     pace = Pace(concurrent=2)
@@ -145,7 +143,7 @@ def test_sessions_run_side_by_side_and_turns_one_after_another() -> None:
     assert all(one.tokens == 3 and len(one.nodes) == 3 for one in played)
 
 
-def test_a_step_reads_so_many_tokens_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_so_many_tokens_of_prompts(monkeypatch):
     """Those that an earlier turn has left in the prefix cache are not read again."""
     monkeypatch.setattr(simulating, "PROMPT_TOKENS", 4)
     long, other = trace([*range(9)], [20, 21]), trace([7], [10, 11, 12, 13, 14, 15])
@@ -171,7 +169,7 @@ def recorded_sessions(count: int) -> list[Trace]:
     return traces
 
 
-def test_prompts_are_inserted_in_the_time_of_steps_and_once_a_session() -> None:
+def test_prompts_are_inserted_in_the_time_of_steps_and_once_a_session():
     file = file_of(*recorded_sessions(6))
     make = choose_proposers("ngram_trie")["ngram_trie"]
 
@@ -207,20 +205,11 @@ def tiny(path: Path) -> Path:
     )
 
 
-def test_the_json_holds_the_documented_keys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_json_holds_the_documented_keys(tmp_path, capsys):
     path, out = tiny(tmp_path / "t.jsonl"), tmp_path / "out.json"
-    arguments = [
-        "--proposers",
-        "ngram_trie,ngram_trie:max_nodes=2048",
-        "--budget",
-        "8,4",
-        "--json",
-        str(out),
-    ]
-    modes = ["--mode", "replay,cold"]
-    assert command.main(["--traces", str(path), *arguments, *modes]) == 0
+    arguments = ["--proposers", "ngram_trie,ngram_trie:max_nodes=2048", "--budget", "8,4"]
+    arguments += ["--json", str(out), "--mode", "replay,cold"]
+    assert command.main(["--traces", str(path), *arguments]) == 0
     content = json.loads(out.read_text())
     assert content.keys() == {"meta", "results"} and content["meta"]["argv"]
     results = content["results"]
@@ -241,9 +230,7 @@ def test_the_json_holds_the_documented_keys(
     assert "s/a" in printed
 
 
-def test_the_first_command_of_a_fresh_clone_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_command_of_a_fresh_clone_works(tmp_path, capsys):
     """And the trie is ahead of prompt lookup, most where the agent edits what it has read."""
     out = tmp_path / "out.json"
     names = "ngram_trie,prompt_lookup"
@@ -259,9 +246,7 @@ def test_the_first_command_of_a_fresh_clone_works(
     assert "name a file of recorded answers" in capsys.readouterr().err
 
 
-def test_a_plot_needs_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plot_needs_matplotlib(tmp_path, monkeypatch, capsys):
     path = tiny(tmp_path / "t.jsonl")
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
@@ -287,12 +272,9 @@ def test_a_plot_needs_matplotlib(
         (["--cost-curve", "1:2,1:3"], "is not TOKENS:MS"),
         (["--step-ms", "0"], "'0' is not a number above 0"),
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),
-        (["--proposers", "hybrid"], "measure it with scripts/bench.py"),
     ],
 )
-def test_wrong_options_get_one_sentence(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options_get_one_sentence(arguments, message, tmp_path, capsys):
     short = {"prompt_token_ids": [1, 2], "output_token_ids": [1]}
     paths = {
         "EMPTY": jsonl(tmp_path / "empty.jsonl", ""),

@@ -14,7 +14,7 @@ from lookahead_vllm.kernel_folder import sources_of_kernels
 PACKAGE = Path(lookahead_vllm.__file__).parent
 
 
-def test_every_module_with_a_kernel_is_hashed() -> None:
+def test_every_module_with_a_kernel_is_hashed():
     hashed = sources_of_kernels(PACKAGE)
     with_kernel = [p for p in PACKAGE.rglob("*.py") if "kernel\ndef " in p.read_text()]
     assert len(with_kernel) > 8
@@ -53,9 +53,7 @@ def _twice(number: int) -> int:
 
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])  # numba's index, and its compiled code
 @pytest.mark.parametrize("kept", [0.0, 0.5])
-def test_a_damaged_file_in_the_cache_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, kept: float
-) -> None:
+def test_a_damaged_file_in_the_cache_is_replaced(tmp_path, monkeypatch, suffix, kept):
     monkeypatch.setattr(jit, "_folder", lambda: str(tmp_path))
     assert jit.kernel(_twice)(2) == 4
     (file,) = tmp_path.rglob(f"*.{suffix}")
@@ -81,7 +79,7 @@ weakref.finalize(manager, process.terminate)
 """
 
 
-def test_a_script_that_imports_kernels_first_ends_its_processes() -> None:
+def test_a_script_that_imports_kernels_first_ends_its_processes():
     """Like vLLM, whose `LLM` ends its engine process in a finalizer."""
     command = [sys.executable, "-c", ENDS_A_PROCESS_AT_EXIT]
     assert subprocess.run(command, timeout=120, cwd=PACKAGE.parent).returncode == 0

@@ -30,9 +30,7 @@ def ancestors(forest: DraftForest, node: int) -> set[int]:
 
 @settings(deadline=None)
 @given(forests(), st.integers(1, 5), st.data())
-def test_every_node_is_in_its_owners_part_with_its_ancestors(
-    forest: DraftForest, num_parts: int, data: st.DataObject
-) -> None:
+def test_every_node_is_in_its_owners_part_with_its_ancestors(forest, num_parts, data):
     is_whole = np.array([data.draw(st.booleans()) for _ in forest], np.bool_)
     parts = cut_into_parts(forest, num_parts, is_whole)
     expected = [set[int]() for _ in range(num_parts)]
@@ -63,9 +61,7 @@ def smallest_largest_part(forest: DraftForest, num_parts: int) -> int:
 
 @settings(deadline=None, max_examples=60)
 @given(forests(max_trees=2, max_nodes=7), st.integers(1, 3))
-def test_the_largest_part_is_about_as_small_as_possible(
-    forest: DraftForest, num_parts: int
-) -> None:
+def test_the_largest_part_is_about_as_small_as_possible(forest, num_parts):
     """A cut through a tree shares at most one branch."""
     parts = cut_into_parts(forest, num_parts, np.zeros(len(forest), np.bool_))
     largest = int(parts.contains.sum(axis=1).max())
@@ -74,7 +70,7 @@ def test_the_largest_part_is_about_as_small_as_possible(
     assert best <= largest <= best + shared
 
 
-def test_branches_that_share_only_the_root_are_divided_evenly() -> None:
+def test_branches_that_share_only_the_root_are_divided_evenly():
     chains = DraftTree.from_lists(range(12), [-1, 0, 1, -1, 3, 4, -1, 6, 7, -1, 9, 10])
     parts = cut_into_parts(DraftForest.of([chains]), 4, np.zeros(1, np.bool_))
     assert parts.contains.sum(axis=1).tolist() == [3, 3, 3, 3]

@@ -54,7 +54,7 @@ emissions = st.lists(st.integers(0, 7), max_size=5)
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(requests, st.lists(emissions, min_size=2, max_size=2)), max_size=6))
-def test_tokens_are_counted_up_to_the_end_of_the_answer(cases: list[tuple]) -> None:
+def test_tokens_are_counted_up_to_the_end_of_the_answer(cases):
     progress = Progress()
     rows = []
     for i, (request, _) in enumerate(cases):
@@ -87,7 +87,7 @@ def test_tokens_are_counted_up_to_the_end_of_the_answer(cases: list[tuple]) -> N
         assert arrays.is_decoding[rows].tolist() == [any(steps[: step + 1]) for _, steps in cases]
 
 
-def test_requests_that_ended_or_get_no_drafts_are_left_out() -> None:
+def test_requests_that_ended_or_get_no_drafts_are_left_out():
     progress = Progress()
     without = progress.add("without", 4)
     rows = np.array([GONE, without], np.int64)
@@ -104,7 +104,7 @@ def test_requests_that_ended_or_get_no_drafts_are_left_out() -> None:
     assert limit_trees(progress.arrays[:], wanted[:], 100).tolist() == [[0, 0, 0, 0]]
 
 
-def test_a_row_that_is_used_again_starts_anew() -> None:
+def test_a_row_that_is_used_again_starts_anew():
     progress = Progress()
     rows = [progress.add(str(i), 5) for i in range(70)]  # more than there is room for at first
     assert len(set(rows)) == 70

@@ -1,7 +1,5 @@
 """An engine starts with a supported release of vLLM; another one is refused with one sentence."""
 
-from pathlib import Path
-
 import pytest
 
 from lookahead_vllm.engine import compatibility
@@ -17,9 +15,7 @@ from lookahead_vllm.engine import compatibility
         (None, "the installed vLLM is of no release;"),
     ],
 )
-def test_an_engine_starts_with_a_supported_release(
-    version: str | None, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_starts_with_a_supported_release(version, says, tmp_path, monkeypatch):
     monkeypatch.setattr(compatibility, "package", lambda: tmp_path)
     if version:
         (tmp_path / "_version.py").write_text(f"__version__ = version = '{version}'\n")

@@ -44,9 +44,7 @@ ROWS = tuple(
 """The kernels of a CPU's rows take vLLM's buffers, so the worker's warm-up compiles them."""
 
 
-def test_the_process_compiles_all_that_an_engine_runs(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_compiles_all_that_an_engine_runs(llama, monkeypatch):
     """The engine waits for the process, whose parent lives on: its standard input stays open."""
     options = LookaheadOptions(proposer="ngram_trie")
     marker = compilation._marker(options, True)
@@ -70,7 +68,7 @@ def test_the_process_compiles_all_that_an_engine_runs(
     assert not [name for name in found if not name.startswith(ROWS)]
 
 
-def test_a_second_start_compiles_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_compiles_nothing(folder, monkeypatch):
     started: list[object] = []
     monkeypatch.setattr(compilation.subprocess, "Popen", lambda *a, **k: started.append(a))
     monkeypatch.setattr(compilation.threading, "Thread", lambda *a, **k: pytest.fail("no process"))
@@ -99,7 +97,7 @@ while is_free:
 """
 
 
-def test_the_process_ends_with_its_parent(folder: Path) -> None:
+def test_the_process_ends_with_its_parent(folder):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BEGINS]
     pid = int(subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE).stdout)

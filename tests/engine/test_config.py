@@ -44,7 +44,7 @@ def from_cli(model: Path, *argv: str) -> Any:
     return AsyncEngineArgs.from_cli_args(args).create_engine_config()
 
 
-def test_every_way_to_enable_it_means_the_same(model: Path) -> None:
+def test_every_way_to_enable_it_means_the_same(model):
     given = {"num_speculative_tokens": 12, "max_nodes": 9000}
     options = LookaheadOptions.from_dict(given)
     text = json.dumps({"method": "lookahead", **given})
@@ -88,12 +88,12 @@ def test_every_way_to_enable_it_means_the_same(model: Path) -> None:
         ({"method": "lookahead", "budget": "4"}, "budget='4' was given.* a whole number"),
     ],
 )
-def test_what_is_not_written_as_documented_is_refused(given: Any, says: str, model: Path) -> None:
+def test_what_is_not_written_as_documented_is_refused(given, says, model):
     with pytest.raises(OptionError, match=says):
         made(model, speculative_config=given)
 
 
-def test_flags_and_files_arrive_as_vllm_parses_them(model: Path, tmp_path: Path) -> None:
+def test_flags_and_files_arrive_as_vllm_parses_them(model, tmp_path):
     file = tmp_path / "server.yaml"
     file.write_text(
         "speculative-config:\n  method: lookahead\n  max_nodes: 2_000_000\n"
@@ -113,9 +113,7 @@ def test_flags_and_files_arrive_as_vllm_parses_them(model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("tokens", "nodes"), [(64, 7), (4096, 64)])
-def test_with_lora_drafts_have_the_rows_that_are_there(
-    model: Path, tokens: int, nodes: int
-) -> None:
+def test_with_lora_drafts_have_the_rows_that_are_there(model, tokens, nodes):
     made_config = made(
         model,
         speculative_config={"method": "lookahead"},
@@ -127,7 +125,7 @@ def test_with_lora_drafts_have_the_rows_that_are_there(
     assert config.options_of(made_config).decoding_length == nodes
 
 
-def test_without_lookahead_the_config_is_unchanged(model: Path) -> None:
+def test_without_lookahead_the_config_is_unchanged(model):
     for speculative in (
         None,
         {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
@@ -139,9 +137,7 @@ def test_without_lookahead_the_config_is_unchanged(model: Path) -> None:
         assert made_config.additional_config == {}
 
 
-def test_options_that_change_no_compiled_graph_do_not_change_vllms_hash(
-    model: Path, tmp_path: Path
-) -> None:
+def test_options_that_change_no_compiled_graph_do_not_change_vllms_hash(model, tmp_path):
     """By which vLLM finds what it has compiled. What a user adds to the config counts as ever."""
 
     def hash_with(additional: dict[str, Any], **options: Any) -> str:
@@ -169,9 +165,7 @@ def test_options_that_change_no_compiled_graph_do_not_change_vllms_hash(
         ("falcon_h1", 2, {"enable_lora": True}),
     ],
 )
-def test_data_parallelism_is_plain_vllms(
-    name: str, local: int, others: dict[str, Any], tmp_path: Path
-) -> None:
+def test_data_parallelism_is_plain_vllms(name, local, others, tmp_path):
     """However often vLLM makes its config, although it writes a rank into its arguments."""
     model = save_config(name, tmp_path, TINY | HYBRIDS)
     asked = dict(others, data_parallel_size=2, data_parallel_size_local=local)
@@ -185,7 +179,7 @@ def test_data_parallelism_is_plain_vllms(
     assert {key: ours[key] for key in compared} == {key: plain[key] for key in compared}
 
 
-def test_vllm_makes_every_config_from_the_arguments_as_given(tmp_path: Path) -> None:
+def test_vllm_makes_every_config_from_the_arguments_as_given(tmp_path):
     """But with another method; what the user wrote about drafts is kept."""
     args = EngineArgs(
         model=str(save_config("falcon_h1", tmp_path, HYBRIDS)),
@@ -228,9 +222,7 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ({"attention": "xformers"}, {}, "attention='xformers'", "for GPUs; leave it out"),
     ],
 )
-def test_a_wrong_option_stops_start_up(
-    speculative: dict[str, Any], others: dict[str, Any], given: str, allowed: str, model: Path
-) -> None:
+def test_a_wrong_option_stops_start_up(speculative, others, given, allowed, model):
     with pytest.raises(OptionError) as error:
         made(model, speculative_config={"method": "lookahead", **speculative}, **others)
     message = str(error.value)
@@ -240,14 +232,14 @@ def test_a_wrong_option_stops_start_up(
 
 
 @pytest.mark.parametrize("near", [{"method": "lookahaed"}, {"model": "[lookahed]"}])
-def test_a_near_miss_of_our_name_is_told(near: dict[str, Any], model: Path) -> None:
+def test_a_near_miss_of_our_name_is_told(near, model):
     (name,) = near.values()
     with pytest.raises(OptionError) as error:
         made(model, speculative_config={**near, "num_speculative_tokens": 4})
     assert f"{name!r} was given, which vLLM does not know; write 'lookahead'" in str(error.value)
 
 
-def test_a_draft_model_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_draft_model_is_refused(model, tmp_path):
     """vLLM would serve its target with the draft model's method, and lookahead's workers."""
     method = {"proposal_type": "greedy", "speculative_tokens": 3}
     verifier = {"name_or_path": str(model), "architectures": ["LlamaForCausalLM"]}
@@ -266,9 +258,7 @@ def test_a_draft_model_is_refused(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_replicas_get_ranks_as_tensor_parallelism_does(
-    tensor_parallel_size: int, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_get_ranks_as_tensor_parallelism_does(tensor_parallel_size, model, monkeypatch):
     """The engine starts them all; each worker splits the weights over its replica alone."""
     asked = dict(
         speculative_config={"method": "lookahead", "parallel": 3},
@@ -296,12 +286,8 @@ def test_replicas_get_ranks_as_tensor_parallelism_does(
 @pytest.mark.parametrize("asynchronous", [None, True, False])
 @pytest.mark.parametrize("lora", [False, True])
 def test_steps_are_asynchronous_unless_told_otherwise(
-    variable: str | None,
-    asynchronous: bool | None,
-    lora: bool,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    variable, asynchronous, lora, model, monkeypatch
+):
     if variable is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
     asked = dict(async_scheduling=asynchronous, enable_lora=lora)
@@ -311,14 +297,14 @@ def test_steps_are_asynchronous_unless_told_otherwise(
     assert made_config.scheduler_config.async_scheduling == (asynchronous is not False)
 
 
-def test_the_first_runner_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_runner_is_refused(model, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     made(model)
     with pytest.raises(OptionError, match=r"first model runner, .*; unset VLLM_USE_V2_MODEL_RU"):
         made(model, speculative_config={"method": "lookahead"})
 
 
-def test_a_gpu_gets_our_gpu_worker(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gets_our_gpu_worker(model, monkeypatch):
     original = CpuPlatform.check_and_update_config
 
     def with_a_gpu_worker(cls: Any, vllm_config: Any) -> None:
@@ -340,9 +326,7 @@ ROWS = [(what, path) for what, settings in refusals.SETTINGS.items() for path in
 
 
 @pytest.mark.parametrize(("what", "path"), ROWS)
-def test_a_setting_that_is_not_served_is_refused(
-    what: str, path: str, served: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_that_is_not_served_is_refused(what, path, served, monkeypatch):
     asked = {"drafter": LookaheadOptions(drafter={"method": "mtp"}), "parallel": PARALLEL}
     options = asked.get(what, LookaheadOptions())
     if what == "a hybrid model":
@@ -356,7 +340,7 @@ def test_a_setting_that_is_not_served_is_refused(
     assert any(sentence.startswith(says) for sentence in refusals.refusals(served, options))
 
 
-def test_replicas_are_not_started_by_ray(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_not_started_by_ray(served, monkeypatch):
     monkeypatch.setattr(served.parallel_config, "distributed_executor_backend", "ray")
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     sentences = "\n".join(refusals.refusals(served, PARALLEL))
@@ -364,9 +348,7 @@ def test_replicas_are_not_started_by_ray(served: Any, monkeypatch: pytest.Monkey
     assert "does not run in a compiled graph of Ray; unset it" in sentences
 
 
-def test_a_cpu_needs_a_compiler_and_a_gpu_does_not(
-    model: Path, served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_needs_a_compiler_and_a_gpu_does_not(model, served, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(OptionError, match=r"^lookahead compiles .*; install g\+\+, or set CXX, or"):
@@ -377,7 +359,7 @@ def test_a_cpu_needs_a_compiler_and_a_gpu_does_not(
         assert any("C++ compiler" in sentence for sentence in sentences) == is_refused
 
 
-def test_the_rust_front_end_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rust_front_end_is_refused(model, monkeypatch):
     """It writes to the engine's socket itself, without options and namespaces."""
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     made(model)
@@ -390,7 +372,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config("falcon_h1", tmp_path_factory.mktemp("config"), HYBRIDS)
 
 
-def test_hybrids_keep_prefix_caching(hybrid: Path) -> None:
+def test_hybrids_keep_prefix_caching(hybrid):
     """And their drafts are short."""
     for others in ({}, {"enable_lora": True}, {"enable_prefix_caching": False}):
         config = made(hybrid, speculative_config={"method": "lookahead"}, max_num_seqs=16, **others)

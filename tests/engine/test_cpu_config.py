@@ -1,9 +1,7 @@
 """On a CPU, plain vLLM runs Model Runner V2 only where a variable says so."""
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 from vllm import LLM
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
@@ -25,9 +23,7 @@ def parts_of(llm: LLM) -> tuple[type, type, type]:
     return type(llm.llm_engine.vllm_config), type(worker_of(llm)), type(runner_of(llm))
 
 
-def test_plain_vllm_answers_alike_with_the_variable_and_without(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_vllm_answers_alike_with_the_variable_and_without(llama, monkeypatch):
     """Without it, nothing of the engine is ours."""
     with engine(llama, **SETTINGS) as llm:
         assert parts_of(llm) == (ConfigOnCPU, PlainCPUWorker, CPUModelRunner)

@@ -3,7 +3,6 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -48,9 +47,7 @@ def by_engine(metrics: str, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_engines_answer_as_plain_vllm_and_end_together(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_engines_answer_as_plain_vllm_and_end_together(llama, tmp_path, monkeypatch):
     cases = [(prompt, parameters) for parameters in PARAMETERS for prompt in PROMPTS]
     with engine(llama) as plain:
         sampling = [SamplingParams(**parameters) for _, parameters in cases]

@@ -82,9 +82,7 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-def test_the_joint_distribution_is_plain_vllms(
-    llama: Path, expected: dict[tuple[int, ...], float]
-) -> None:
+def test_the_joint_distribution_is_plain_vllms(llama, expected):
     """A verifier that accepts 2 % of the first nodes unchecked fails this test."""
     with engine(llama, {"proposer": "planned"}, max_num_seqs=128) as llm:
         counts = sample(llm)

@@ -26,7 +26,7 @@ def made(folder: Path, target: str, drafter: Any, options: Any = None, **kwargs:
 
 
 @pytest.mark.parametrize("method", TARGETS)
-def test_the_method_stays_and_the_number_is_that_of_the_nodes(method: str, tmp_path: Path) -> None:
+def test_the_method_stays_and_the_number_is_that_of_the_nodes(method, tmp_path):
     drafter = save_drafter(method, tmp_path, 3)
     made_config = made(tmp_path, TARGETS[method][0], drafter, {"num_speculative_tokens": 24})
     speculation = made_config.speculative_config
@@ -37,7 +37,7 @@ def test_the_method_stays_and_the_number_is_that_of_the_nodes(method: str, tmp_p
     assert made_config.scheduler_config.async_scheduling
 
 
-def test_a_path_is_a_draft_model(tmp_path: Path) -> None:
+def test_a_path_is_a_draft_model(tmp_path):
     path = save_drafter("draft_model", tmp_path)["model"]
     with pytest.raises(ValueError, match="num_speculative_tokens"):  # by vLLM
         made(tmp_path, "llama", path)
@@ -58,13 +58,7 @@ def test_a_path_is_a_draft_model(tmp_path: Path) -> None:
         ({}, {"proposer": "jacobi_window"}, {}, "without a trie"),
     ],
 )
-def test_what_a_drafter_cannot_be_combined_with(
-    changes: dict[str, Any],
-    options: dict[str, Any],
-    arguments: dict[str, Any],
-    given: str,
-    tmp_path: Path,
-) -> None:
+def test_what_a_drafter_cannot_be_combined_with(changes, options, arguments, given, tmp_path):
     drafter = {**save_drafter("eagle", tmp_path), **changes}
     if changes.get("method"):
         del drafter["model"]
@@ -72,6 +66,6 @@ def test_what_a_drafter_cannot_be_combined_with(
         made(tmp_path, "llama", drafter, options, **arguments)
 
 
-def test_a_wrong_drafter_is_refused_by_vllm(tmp_path: Path) -> None:
+def test_a_wrong_drafter_is_refused_by_vllm(tmp_path):
     with pytest.raises(ValueError, match="no_such_method"):
         made(tmp_path, "llama", {"method": "no_such_method", "num_speculative_tokens": 2})

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.sampling_params import BeamSearchParams
 
 from lookahead_vllm.draft.growth import growers
@@ -18,7 +18,9 @@ from tests.support.driving import (
     generate,
     generate_staggered,
     obstacle_of,
+    of_length,
     random_prompts,
+    record_plain,
     runner_of,
 )
 from tests.support.proposers import record
@@ -27,14 +29,11 @@ Answers = list[list[list[int]]]
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 TRIE = {"proposer": "ngram_trie", "budget": 16}
-
-
-LENGTH: dict[str, Any] = dict(ignore_eos=True, detokenize=False)
 SEEDED = [
-    SamplingParams(temperature=0.8, seed=1, max_tokens=40, **LENGTH, **extra)
+    of_length(40, temperature=0.8, seed=1, **extra)
     for extra in (dict(), dict(top_k=5), dict(top_p=0.7), dict(top_k=20, top_p=0.9, n=4), dict(n=4))
 ]
-LONG = SamplingParams(temperature=0, max_tokens=90, **LENGTH)
+LONG = of_length(90)
 PROMPTS = random_prompts(12, 30, seed=3)
 LONG_PROMPTS = random_prompts(8, 40, seed=2)
 IN_CHUNKS = [random_prompts(1, 60, seed=s)[0] * 3 for s in (8, 9)]
@@ -73,23 +72,19 @@ def plain(llama: Path) -> Plain:
         pytest.param({"max_model_len": 96}, id="runs_into_max_model_len"),
     ],
 )
-def test_output_equals_plain_vllm_under_every_engine_setting(settings: dict, llama: Path) -> None:
+def test_output_equals_plain_vllm_under_every_engine_setting(settings, llama):
     shared = random_prompts(1, 60, seed=5)[0]
     prompts = [(shared + p)[:70] for p in random_prompts(8, 60, seed=1)]
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
-    with engine(llama, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
-    record(prompts, vanilla)
+    params = of_length(60)
+    vanilla = record_plain(llama, prompts, params, **settings)
     with engine(llama, HIDDEN, **settings) as llm:
         assert generate_staggered(llm, prompts, params) == vanilla
         assert generate(llm, prompts, params) == vanilla
         assert drafter_of(llm).counters.moved_tokens > 50
 
 
-def test_output_over_an_fp8_cache_equals_plain_vllms(llama: Path) -> None:
-    with engine(llama, kv_cache_dtype="fp8") as llm:
-        vanilla = generate(llm, PROMPTS)
-    record(PROMPTS, vanilla)
+def test_output_over_an_fp8_cache_equals_plain_vllms(llama):
+    vanilla = record_plain(llama, PROMPTS, kv_cache_dtype="fp8")
     with engine(llama, HIDDEN, kv_cache_dtype="fp8") as llm:
         assert "holds torch.uint8" in str(obstacle_of(llm))
         assert generate(llm, PROMPTS) == vanilla
@@ -103,18 +98,14 @@ def test_output_over_an_fp8_cache_equals_plain_vllms(llama: Path) -> None:
         ("float32", "int8_per_token_head", False),
     ],
 )
-def test_no_dtype_of_the_cache_ends_an_engine(
-    dtype: str, cache: str, drafts: bool, llama: Path
-) -> None:
+def test_no_dtype_of_the_cache_ends_an_engine(dtype, cache, drafts, llama):
     """Trees would not read what vLLM's kernel writes; where slots overlap, there are no drafts."""
     with engine(llama, TRIE, drafts, dtype=dtype, kv_cache_dtype=cache) as llm:
         assert f"not the model's torch.{dtype}" in str(obstacle_of(llm))
         assert all(len(answer) == 40 for [answer] in generate(llm, [PROMPTS[0] * 2] * 3))
 
 
-def test_preempted_requests_keep_their_output(
-    llama: Path, plain: Plain, preempted: list[bool]
-) -> None:
+def test_preempted_requests_keep_their_output(llama, plain, preempted):
     record(LONG_PROMPTS, plain.long)
     for lookahead in (HIDDEN, TRIE):
         preempted.clear()
@@ -124,14 +115,11 @@ def test_preempted_requests_keep_their_output(
 
 
 @pytest.mark.parametrize("proposer", ["always_right", "hidden_path"])
-def test_max_tokens_and_stop_tokens_cut_a_burst(proposer: str, llama: Path, plain: Plain) -> None:
+def test_max_tokens_and_stop_tokens_cut_a_burst(proposer, llama, plain):
     record(PROMPTS, plain.greedy)
     texts = [text for (text,) in plain.greedy]
-    short = [SamplingParams(temperature=0, max_tokens=1 + i, **LENGTH) for i in range(len(PROMPTS))]
-    stopped = [
-        SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[text[7 + i]], **LENGTH)
-        for i, text in enumerate(texts)
-    ]
+    short = [of_length(1 + i) for i in range(len(PROMPTS))]
+    stopped = [of_length(40, stop_token_ids=[text[7 + i]]) for i, text in enumerate(texts)]
     with engine(llama, {"proposer": proposer, "budget": 16}) as llm:
         assert generate(llm, PROMPTS, short) == [[text[: 1 + i]] for i, text in enumerate(texts)]
         for (answer,), text, params in zip(
@@ -140,7 +128,7 @@ def test_max_tokens_and_stop_tokens_cut_a_burst(proposer: str, llama: Path, plai
             assert answer == text[: 1 + text.index(params.stop_token_ids[0])]
 
 
-def test_aborted_requests_leave_other_requests_unchanged(llama: Path, plain: Plain) -> None:
+def test_aborted_requests_leave_other_requests_unchanged(llama, plain):
     record(PROMPTS, plain.greedy)
     with engine(llama, HIDDEN) as llm:
         aborted = [1, 4, 5]
@@ -155,7 +143,7 @@ def test_aborted_requests_leave_other_requests_unchanged(llama: Path, plain: Pla
         assert not [req_id for req_id in live if req_id.startswith("staggered")]
 
 
-def test_seeded_output_equals_plain_vllm(llama: Path, plain: Plain) -> None:
+def test_seeded_output_equals_plain_vllm(llama, plain):
     """Each node uses the random draw of its output position; greedy requests share the batch."""
     record(PROMPTS[:6], plain.seeded)
     for lookahead in (HIDDEN, TRIE):
@@ -165,7 +153,7 @@ def test_seeded_output_equals_plain_vllm(llama: Path, plain: Plain) -> None:
             assert drafter_of(llm).counters.accepted_nodes > 50
 
 
-def test_a_seeded_prompt_may_be_prefilled_in_chunks(llama: Path, plain: Plain) -> None:
+def test_a_seeded_prompt_may_be_prefilled_in_chunks(llama, plain):
     record(IN_CHUNKS, plain.in_chunks)
     with engine(llama, HIDDEN, max_num_batched_tokens=32, max_num_seqs=2) as llm:
         assert generate(llm, IN_CHUNKS, [SEEDED[0], GREEDY]) == plain.in_chunks
@@ -174,9 +162,7 @@ def test_a_seeded_prompt_may_be_prefilled_in_chunks(llama: Path, plain: Plain) -
 @pytest.mark.parametrize(
     ("proposer", "nodes"), [("always_right", 1), ("always_wrong", 7), ("hidden_path", 64)]
 )
-def test_valid_drafts_never_change_the_output(
-    proposer: str, nodes: int, llama: Path, plain: Plain
-) -> None:
+def test_valid_drafts_never_change_the_output(proposer, nodes, llama, plain):
     record(PROMPTS, plain.greedy)
     with engine(llama, {"proposer": proposer, "num_speculative_tokens": nodes}) as llm:
         assert generate(llm, PROMPTS) == plain.greedy
@@ -187,9 +173,7 @@ def test_valid_drafts_never_change_the_output(
             assert counters.accepted_nodes == counters.nodes > 0
 
 
-def test_threads_that_grow_trees_change_no_output(
-    llama: Path, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_grow_trees_change_no_output(llama, plain, monkeypatch):
     monkeypatch.setattr(drafter, "num_growers", lambda parallel: 2)
     # A CPU's steps have ended when they were launched, so it never waits.
     monkeypatch.setattr(Waiter, "wait", lambda self, step, stand_by=lambda: None: stand_by())
@@ -205,7 +189,7 @@ def test_threads_that_grow_trees_change_no_output(
     assert len(calls) > 20 and len({*calls}) == 2
 
 
-def test_malformed_trees_are_not_verified(llama: Path, plain: Plain) -> None:
+def test_malformed_trees_are_not_verified(llama, plain):
     with engine(llama, {"proposer": "malformed", "budget": 16}, drafts=False) as llm:
         assert generate(llm, PROMPTS) == plain.greedy
         counters = drafter_of(llm).counters
@@ -213,23 +197,10 @@ def test_malformed_trees_are_not_verified(llama: Path, plain: Plain) -> None:
         assert counters.nodes == 0
 
 
-def test_a_proposer_that_raises_costs_its_step_the_drafts_and_nothing_else(
-    llama: Path, plain: Plain
-) -> None:
-    record(PROMPTS, plain.greedy)
-    with engine(llama, {"proposer": "failing", "budget": 16}) as llm:
-        assert generate(llm, PROMPTS) == plain.greedy
-        counters = drafter_of(llm).counters
-        assert counters.failures > 1
-        assert counters.accepted_nodes > 16
-
-
-def test_beam_search_and_requests_with_lookahead_off_get_no_drafts(llama: Path) -> None:
+def test_beam_search_and_requests_with_lookahead_off_get_no_drafts(llama):
     prompts = random_prompts(2, 30, seed=19)
     beams = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
-    off = SamplingParams(
-        temperature=0, max_tokens=20, detokenize=False, extra_args={"lookahead_enabled": False}
-    )
+    off = of_length(20, extra_args={"lookahead_enabled": False})
 
     def ask(llm: LLM) -> list[list[list[int]]]:
         outputs = llm.beam_search([{"prompt_token_ids": p} for p in prompts], beams)

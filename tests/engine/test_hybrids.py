@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
 from benchmarks.port.seams import SEAMS
@@ -25,7 +25,9 @@ from tests.support.driving import (
     generate,
     generate_staggered,
     obstacle_of,
+    of_length,
     random_prompts,
+    record_plain,
 )
 from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of, use_float32_gated_delta
 from tests.support.models import WANDERING, save_config
@@ -35,14 +37,12 @@ use_float32_gated_delta()
 
 HIDDEN = {"proposer": "hidden_path", "num_speculative_tokens": 6, "budget": 6}
 PROMPTS = random_prompts(12, 60)
-SEEDED = SamplingParams(
-    temperature=0.8, seed=1, max_tokens=30, ignore_eos=True, detokenize=False, top_k=20, n=2
-)
+SEEDED = of_length(30, temperature=0.8, seed=1, top_k=20, n=2)
 Answers = list[list[list[int]]]
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
+def test_every_hybrid_gives_plain_vllms_output(name, tmp_path):
     """Greedy and seeded, in trees and in chains, with as many cached tokens in every turn."""
     model, settings = save_config(name, tmp_path, HYBRIDS), CACHING | settings_of(name)
     with engine(model, **settings) as plain:
@@ -72,14 +72,12 @@ def test_every_hybrid_gives_plain_vllms_output(name: str, tmp_path: Path) -> Non
         assert counters.accepted_nodes > accepted + 50
 
 
-def test_cached_states_survive_preemptions_aborts_and_resets(tmp_path: Path) -> None:
+def test_cached_states_survive_preemptions_aborts_and_resets(tmp_path):
     """With shared prefixes."""
     model = save_config("falcon_h1", tmp_path, HYBRIDS)
     settings = CACHING | dict(load_format=WANDERING, kv_cache_memory_bytes=8 << 20)
     prompts = [PROMPTS[i % 3] * 2 + PROMPTS[i] for i in range(12)]
-    with engine(model, **settings) as plain:
-        answers = generate(plain, prompts)
-    record(prompts, answers)
+    answers = record_plain(model, prompts, **settings)
     with engine(model, HIDDEN, **settings) as llm:
         for others in ({}, {"reset_every": 7}, {"every": 1}, {"reset_every": 11, "every": 4}):
             aborted = {1, 5} if "every" in others else set()
@@ -89,7 +87,7 @@ def test_cached_states_survive_preemptions_aborts_and_resets(tmp_path: Path) -> 
                 assert len(one[0]) >= (10 if i in aborted else 40)
 
 
-def test_the_cost_of_a_step_is_measured_beside_cached_states(tmp_path: Path) -> None:
+def test_the_cost_of_a_step_is_measured_beside_cached_states(tmp_path):
     model = save_config("falcon_h1", tmp_path, HYBRIDS)
     settings = CACHING | dict(load_format=WANDERING)
     with engine(model, {"num_speculative_tokens": 6}, drafts=None, **settings) as llm:
@@ -112,15 +110,13 @@ def committed_paths() -> Iterator[set[tuple[int, int]]]:
         yield paths
 
 
-def test_blocks_have_room_for_the_windows_of_many_nodes(tmp_path: Path) -> None:
+def test_blocks_have_room_for_the_windows_of_many_nodes(tmp_path):
     """vLLM counts no nodes of short convolutions when it chooses the size of a block.
 
     A draft has no more than half of a block's tokens.
     """
     model, settings = save_config("lfm2", tmp_path, HYBRIDS), CACHING | settings_of("lfm2")
-    with engine(model, **settings) as plain:
-        greedy = generate(plain, PROMPTS)
-    record(PROMPTS, greedy)
+    greedy = record_plain(model, PROMPTS, **settings)
     nodes = {"num_speculative_tokens": 64, "budget": 64}
     with engine(model, HIDDEN | nodes, **settings) as llm:
         assert generate(llm, PROMPTS) == greedy
@@ -144,13 +140,12 @@ class Hybrid(NamedTuple):
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
     model = save_config("falcon_h1", tmp_path_factory.mktemp("hybrid"), HYBRIDS)
-    with engine(model, load_format=WANDERING) as plain:
-        answers = generate(plain, PROMPTS)
+    answers = record_plain(model, PROMPTS, load_format=WANDERING)
     with engine(model, HIDDEN, load_format=WANDERING) as llm:
         yield Hybrid(model, llm, answers)
 
 
-def test_the_patches_of_recurrent_layers_are_those_of_the_table(hybrid: Hybrid) -> None:
+def test_the_patches_of_recurrent_layers_are_those_of_the_table(hybrid):
     here = [s for s in SEAMS if s.area == "Recurrent layers" and not s.until.endswith("on a GPU")]
     wrapped = {p for seam in here if seam.use == "wrapped" for p in seam.places}
     assert wrapped <= set(patches.applied())
@@ -185,15 +180,13 @@ def leaving_requests_out(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield left_out
 
 
-def test_requests_that_steps_leave_out_keep_their_output(
-    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_steps_leave_out_keep_their_output(hybrid, monkeypatch):
     with leaving_requests_out(LookaheadScheduler, monkeypatch) as left_out:
         assert hybrid.is_exact()
         assert len(left_out) > 50
 
 
-def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
+def test_a_draft_behind_several_own_tokens_is_dropped(hybrid):
     scheduler = hybrid.llm.llm_engine.engine_core.engine_core.scheduler
     for own, resumable, kept in ((1, False, [5, 6]), (2, False, []), (1, True, [])):
         request = SimpleNamespace(
@@ -211,7 +204,7 @@ def test_a_draft_behind_several_own_tokens_is_dropped(hybrid: Hybrid) -> None:
         assert request.spec_token_ids == kept
 
 
-def test_layers_without_kernels_stop_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_without_kernels_stop_start_up(monkeypatch):
     monkeypatch.setattr(recurrent, "is_recurrent", lambda _: True)
     layers = {"one": type("OlmoHybridGatedDeltaNetAttention", (), {})()}
     group = SimpleNamespace(layer_names=["one"])
@@ -222,7 +215,7 @@ def test_layers_without_kernels_stop_start_up(monkeypatch: pytest.MonkeyPatch) -
         recurrent.start([group], {"one": own}, torch.device("cpu"), 6)
 
 
-def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid: Hybrid) -> None:
+def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid):
     """So a draft needs none, and cannot preempt a request for one."""
     slots: list[set[int]] = []
     original = LookaheadScheduler.schedule
@@ -248,9 +241,7 @@ def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid: Hybrid) 
 # ---- another engine: the shared one is dead from here on ----------------------------------------
 
 
-def test_prompts_in_chunks_and_preempted_requests_keep_their_output(
-    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_in_chunks_and_preempted_requests_keep_their_output(hybrid, monkeypatch):
     """Also where the text of a preempted request takes several steps, with short chunks."""
     preempted: list[str] = []
     original = LookaheadScheduler.schedule

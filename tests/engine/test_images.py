@@ -1,16 +1,14 @@
 """Prompts with images: the output is plain vLLM's, and no n-gram spans an image."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.engine.drafter.live_requests import prompt_tokens
-from tests.support.driving import drafter_of, engine, obstacle_of
+from tests.support.driving import drafter_of, engine, generate, obstacle_of
 from tests.support.models import WANDERING
 from tests.support.vision_models import VISION_MODELS, save_vision_model
 
@@ -18,13 +16,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=40, ignore_eos=True)
 
 
-def answers(llm: LLM, prompts: list[dict[str, Any]], params: SamplingParams) -> list[list[int]]:
-    outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_prompts_with_images_get_plain_vllms_output(name: str, tmp_path: Path) -> None:
+def test_prompts_with_images_get_plain_vllms_output(name, tmp_path):
     """Also in chunks, with cached prefixes and a small cache of encoder outputs."""
     # vLLM's models that read images import it; its PyPI build does not load beside a CPU torch.
     pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
@@ -38,20 +31,20 @@ def test_prompts_with_images_get_plain_vllms_output(name: str, tmp_path: Path) -
         max_num_seqs=4,
     )
     with engine(tmp_path, **settings) as plain:
-        greedy = answers(plain, prompts, GREEDY)
+        greedy = generate(plain, prompts, GREEDY)
         # One by one: seeded requests whose prompts come in chunks stop plain vLLM on a CPU.
-        seeded = [answers(plain, [prompt], SEEDED)[0] for prompt in prompts]
-    assert len({tuple(answer) for answer in greedy}) == len(greedy), "images must matter"
+        seeded = [generate(plain, [prompt], SEEDED)[0] for prompt in prompts]
+    assert len({tuple(answer) for [answer] in greedy}) == len(greedy), "images must matter"
     with engine(tmp_path, {"num_speculative_tokens": 6, "budget": 6}, **settings) as llm:
         assert obstacle_of(llm) is None
-        assert answers(llm, prompts, GREEDY) == greedy
-        assert answers(llm, prompts, SEEDED) == seeded
-        assert answers(llm, prompts, GREEDY) == greedy
+        assert generate(llm, prompts, GREEDY) == greedy
+        assert generate(llm, prompts, SEEDED) == seeded
+        assert generate(llm, prompts, GREEDY) == greedy
         assert drafter_of(llm).counters.branching_trees > 50
         assert drafter_of(llm).counters.accepted_nodes > 50
 
 
-def test_tokens_that_stand_for_an_image_are_unknown() -> None:
+def test_tokens_that_stand_for_an_image_are_unknown():
     whole = SimpleNamespace(offset=1, length=2, is_embed=None)
     rows = SimpleNamespace(offset=4, length=3, is_embed=torch.tensor([True, False, True]))
     request = SimpleNamespace(

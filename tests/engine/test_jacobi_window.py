@@ -1,38 +1,28 @@
 """With a lookahead branch, the output equals plain vLLM's."""
 
-from pathlib import Path
-
 import pytest
-from vllm import SamplingParams
 
 from tests.support.driving import (
     drafter_of,
     engine,
     generate,
     generate_staggered,
+    of_length,
     random_prompts,
 )
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+GREEDY = of_length(24)
 
 
 @pytest.mark.parametrize("proposer", ["jacobi_window", "hybrid"])
-def test_output_equals_plain_vllm(proposer: str, llama: Path) -> None:
+def test_output_equals_plain_vllm(proposer, llama):
     prompts = random_prompts(12, 40, vocab=20, seed=9)
+    sampling = [dict(temperature=0.8 if i % 2 else 0, seed=i) for i in range(12)]
+    plain_params = [of_length(40, **how) for how in sampling]
     params = [
-        SamplingParams(
-            temperature=0.8 if i % 2 else 0,
-            seed=i,
-            max_tokens=40,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"lookahead": {"enabled": i % 4 < 2}},
-        )
-        for i in range(12)
+        of_length(40, **how, extra_args={"lookahead": {"enabled": i % 4 < 2}})
+        for i, how in enumerate(sampling)
     ]
-    plain_params = [p.clone() for p in params]
-    for p in plain_params:
-        p.extra_args = None
     with engine(llama) as plain:
         vanilla = generate(plain, prompts, plain_params)
         staggered = generate_staggered(plain, prompts, GREEDY)

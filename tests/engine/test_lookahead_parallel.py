@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.fuzz.processes import WorkerExtension
 from tests.support.driving import engine, generate, generate_staggered, random_prompts
+from tests.support.logprobs import answers_with_logprobs, assert_same_logprobs
 from tests.support.proposers import RECORDED
 from tests.support.ranks import (
     GREEDY,
@@ -69,7 +70,7 @@ class Plain(NamedTuple):
     """What plain vLLM answers on one rank."""
 
     answers: Answers
-    to_batches: list[tuple[list[int], Any]]
+    to_batches: list[Any]
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +79,12 @@ def plain(llama: Path) -> Plain:
         return Plain(plain_answers(llm), answers_to_batches(llm))
 
 
-def answers_to_batches(llm: LLM) -> list[tuple[list[int], Any]]:
-    """Tokens and logprobs."""
-    outputs = [
-        output.outputs[0]
+def answers_to_batches(llm: LLM) -> list[Any]:
+    return [
+        answer
         for params in BATCHES
-        for output in llm.generate(
-            [TokensPrompt(prompt_token_ids=p) for p in TEXTS[: len(params)]],
-            params,
-            use_tqdm=False,
-        )
+        for answer in answers_with_logprobs(llm, TEXTS[: len(params)], params)
     ]
-    return [(list(output.token_ids), output.logprobs) for output in outputs]
 
 
 @contextmanager
@@ -124,7 +119,7 @@ def check_rank(first: Verified, other: Verified) -> None:
     assert first.counters["moved_tokens"] and len(other.trees) > 20
 
 
-def test_two_replicas(llama: Path, plain: Plain, tmp_path: Path) -> None:
+def test_two_replicas(llama, plain, tmp_path):
     answers = plain.answers
     with replicas(llama, 2, HYBRID, tmp_path, **WITH_TOKENIZER) as llm:
         assert generate_staggered(llm, PROMPTS, GREEDY) == answers.greedy
@@ -136,20 +131,10 @@ def test_two_replicas(llama: Path, plain: Plain, tmp_path: Path) -> None:
         check_ranks(llm)
         # Parameters, grammars and logprobs: nodes of some requests are shared, of others not.
         for _ in range(2):
-            check_batches(answers_to_batches(llm), plain.to_batches)
+            assert_same_logprobs(answers_to_batches(llm), plain.to_batches)
 
 
-def check_batches(answers: list[Any], expected: list[Any]) -> None:
-    for (tokens, logprobs), (same_tokens, same_logprobs) in zip(answers, expected, strict=True):
-        assert tokens == same_tokens
-        assert (logprobs is None) == (same_logprobs is None)
-        for at_token, same in zip(logprobs or (), same_logprobs or (), strict=True):
-            assert at_token.keys() == same.keys()
-            for token, logprob in same.items():
-                assert at_token[token].logprob == pytest.approx(logprob.logprob, abs=1e-4)
-
-
-def test_two_replicas_of_two_ranks(llama: Path, plain: Plain, tmp_path: Path) -> None:
+def test_two_replicas_of_two_ranks(llama, plain, tmp_path):
     with replicas(llama, 2, HYBRID, tmp_path, tensor_parallel_size=2) as llm:
         assert generate(llm, PROMPTS, GREEDY) == plain.answers.greedy
         assert generate(llm, PROMPTS, SEEDED) == plain.answers.seeded
@@ -159,12 +144,7 @@ def test_two_replicas_of_two_ranks(llama: Path, plain: Plain, tmp_path: Path) ->
             check_rank(first, other)
 
 
-def test_preempted_requests_and_cached_prefixes(
-    llama: Path,
-    plain: Plain,
-    tmp_path: Path,
-    preempted: list[bool],
-) -> None:
+def test_preempted_requests_and_cached_prefixes(llama, plain, tmp_path, preempted):
     few = {"num_gpu_blocks_override": 12, "block_size": 32, "enable_prefix_caching": True}
     tight = {"max_num_seqs": 4, "max_num_batched_tokens": 100}
     with replicas(llama, 2, HYBRID, tmp_path, **few, **tight) as llm:

@@ -16,45 +16,34 @@ from tests.support.driving import (
     generate_staggered,
     obstacle_of,
     random_prompts,
+    record_plain,
 )
 from tests.support.models import TINY, WANDERING, save_config
-from tests.support.proposers import record
 
 IN_DECODERS = ("qwen2_vl", "qwen3_vl", "deepseek_v2", "deepseek_v3")
 """`test_mrope_and_latents.py` tests these."""
 NAMES = tuple(name for name in TINY if name not in IN_DECODERS)
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
-TRIE = {"proposer": "ngram_trie", "budget": 16}
 # Outputs span several blocks; vLLM's chunked attention needs blocks no longer than a chunk.
 SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
 
 plugin.register()
 
 
-CHAINS = {
-    "llama4_chunks": "ChunkedLocalAttention",
-}
+CHAINS = {"llama4_chunks": "ChunkedLocalAttention"}
 """Architectures without tree attention, with the reason that the log gives."""
 
 PROMPTS = random_prompts(10, 60)
 
 
-def vanilla_answers(model: Path) -> list[list[list[int]]]:
-    """Plain vLLM's answers, recorded for the test proposers."""
-    with engine(model, **SETTINGS) as plain:
-        answers = generate(plain, PROMPTS)
-    distinct = sum(len(set(a[0])) for a in answers) / len(answers)
-    assert distinct > 10, "outputs that loop prove nothing"
-    record(PROMPTS, answers)
-    return answers
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_every_architecture_gives_plain_vllms_output(name: str, tmp_path: Path) -> None:
+def test_every_architecture_gives_plain_vllms_output(name, tmp_path):
     """In a batch of 10 with staggered arrivals, and alone; trees branch and KV slots move."""
     model = save_config(name, tmp_path)
-    vanilla = vanilla_answers(model)
+    vanilla = record_plain(model, PROMPTS, **SETTINGS)
+    distinct = sum(len(set(a[0])) for a in vanilla) / len(vanilla)
+    assert distinct > 10, "outputs that loop prove nothing"
     with engine(model, HIDDEN, **SETTINGS) as llm:
         obstacle = obstacle_of(llm)
         assert generate_staggered(llm, PROMPTS) == vanilla
@@ -98,8 +87,8 @@ def start(folder: Path, architecture: str, **config: Any) -> None:
     ],
 )
 def test_models_whose_rows_depend_on_more_than_the_path_stop_start_up(
-    architecture: str, config: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+    architecture, config, reason, tmp_path
+):
     with pytest.raises(OptionError, match=reason) as error:
         start(tmp_path, architecture, **config)
     message = str(error.value)

@@ -1,11 +1,9 @@
 """Trees on models with positions of several dimensions (M-RoPE), and with latent attention."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 
 from tests.support.driving import (
     GREEDY,
@@ -14,16 +12,16 @@ from tests.support.driving import (
     generate,
     generate_staggered,
     obstacle_of,
+    of_length,
+    record_plain,
     runner_of,
 )
-from tests.support.models import PATCHES, WANDERING, ImagePrompts, save_config
+from tests.support.models import PATCHES, WANDERING, save_config
 from tests.support.proposers import record
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
-SEEDED = SamplingParams(
-    temperature=0.9, seed=3, top_k=40, max_tokens=40, ignore_eos=True, detokenize=False
-)
+SEEDED = of_length(40, temperature=0.9, seed=3, top_k=40)
 
 
 def image_prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -36,15 +34,8 @@ def image_prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [[*text(), *rng.choices(PATCHES, k=rng.randint(4, 20)), *text()] for _ in range(count)]
 
 
-def test_the_dimensions_of_the_prompts_differ() -> None:
-    for prompt in image_prompts(12):
-        positions, delta = ImagePrompts().get_mrope_input_positions(prompt, [])
-        assert len({tuple(dimension) for dimension in positions.tolist()}) == 3
-        assert positions.max() + 1 - len(prompt) == delta < 0
-
-
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "deepseek_v2", "deepseek_v3"])
-def test_trees_give_plain_vllms_output(name: str, tmp_path: Path) -> None:
+def test_trees_give_plain_vllms_output(name, tmp_path):
     """Greedy and seeded, with staggered arrivals; trees branch and KV slots move."""
     model, prompts = save_config(name, tmp_path), image_prompts(12)
     with engine(model, **SETTINGS) as plain:
@@ -60,7 +51,7 @@ def test_trees_give_plain_vllms_output(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_rows_of_latent_attention_are_rounded_as_decode_rows(name: str, tmp_path: Path) -> None:
+def test_rows_of_latent_attention_are_rounded_as_decode_rows(name, tmp_path):
     """In bfloat16 ties fall as in plain vLLM, in trees and in chains.
 
     vLLM's kernel divides its sums by the number of rows, so on some processors a tie falls
@@ -72,9 +63,7 @@ def test_rows_of_latent_attention_are_rounded_as_decode_rows(name: str, tmp_path
 
     model, prompts = save_config(name, tmp_path), image_prompts(12)
     settings = {**SETTINGS, "dtype": "bfloat16"}
-    with engine(model, **settings) as plain:
-        vanilla = generate(plain, prompts)
-    record(prompts, vanilla)
+    vanilla = record_plain(model, prompts, **settings)
     with engine(model, HIDDEN, **settings) as llm:
         assert num_differing() <= 1
         counters = drafter_of(llm).counters
@@ -99,16 +88,11 @@ def test_rows_of_latent_attention_are_rounded_as_decode_rows(name: str, tmp_path
         pytest.param("deepseek_v2", {"num_gpu_blocks_override": 28}, id="preemption, latent"),
     ],
 )
-def test_engine_settings_keep_the_output(
-    name: str, settings: dict[str, Any], tmp_path: Path, preempted: list[bool]
-) -> None:
-    shared, params = image_prompts(1, seed=1)[0], GREEDY.clone()
-    params.max_tokens = 90
+def test_engine_settings_keep_the_output(name, settings, tmp_path, preempted):
+    shared, params = image_prompts(1, seed=1)[0], of_length(90)
     prompts = [(shared + prompt)[:70] for prompt in image_prompts(8, seed=2)]
     model = save_config(name, tmp_path)
-    with engine(model, **SETTINGS) as plain:
-        vanilla = generate(plain, prompts, params)
-    record(prompts, vanilla)
+    vanilla = record_plain(model, prompts, params, **SETTINGS)
     with engine(model, HIDDEN, **{**SETTINGS, **settings}) as llm:
         assert generate_staggered(llm, prompts, params) == vanilla
         assert generate(llm, prompts, params) == vanilla

@@ -15,7 +15,14 @@ import torch
 from vllm import LLM, SamplingParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from tests.support.driving import drafter_of, engine, generate_staggered, runner_of
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate_staggered,
+    launched_steps,
+    of_length,
+    runner_of,
+)
 from tests.support.models import CALM, ROTARY, WANDERING, save_config
 from tests.support.proposers import record
 
@@ -55,22 +62,9 @@ def prompts_of(lengths: list[tuple[int, int]]) -> list[list[int]]:
 # Contexts of the long ones are split over programs.
 LENGTHS = [(2, 60)] * 12 + [(100, 400)] * 8 + [(700, 1500)] * 4
 PROMPTS = prompts_of(LENGTHS if IS_GPU else LENGTHS[::4])
-PARAMS = [
-    SamplingParams(max_tokens=64, ignore_eos=True, detokenize=False, logprobs=0, **kind)
-    for _, kind in zip(
-        PROMPTS,
-        [{"temperature": 0}, {"temperature": 0}, {"temperature": 0.8, "seed": 3, "top_p": 0.9}] * 8,
-        strict=False,
-    )
-]
-
-
-DRAWN = [
-    SamplingParams(
-        max_tokens=64, ignore_eos=True, detokenize=False, temperature=(0, 0.8, 1)[i % 3], seed=i
-    )
-    for i in range(len(PROMPTS))
-]
+SAMPLING: list[dict[str, Any]] = [{}, {}, {"temperature": 0.8, "seed": 3, "top_p": 0.9}]
+PARAMS = [of_length(64, logprobs=0, **SAMPLING[i % 3]) for i in range(len(PROMPTS))]
+DRAWN = [of_length(64, temperature=(0, 0.8, 1)[i % 3], seed=i) for i in range(len(PROMPTS))]
 """Steps with these requests alone are sampled in graphs."""
 
 
@@ -107,15 +101,6 @@ def count_steps(llm: LLM) -> Counter[str]:
     return steps
 
 
-def launched_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Will hold the steps that were launched."""
-    launched: list[Any] = []
-    late = runner_of(llm)._late
-    add_step = late.add_step
-    monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
-    return launched
-
-
 @pytest.fixture(scope="module")
 def in_float32(model: Path) -> list[list[list[list[int]]]]:
     """Plain vLLM's answers with PARAMS and DRAWN."""
@@ -125,15 +110,12 @@ def in_float32(model: Path) -> list[list[list[list[int]]]]:
 
 @pytest.mark.parametrize("proposer", ["hidden_path", "ngram_trie"])
 @pytest.mark.parametrize("kind", ["eager", pytest.param("graphs", marks=on_gpus)])
-def test_float32_answers_are_plain_vllms(
-    kind: str, proposer: str, model: Path, in_float32: list[list[list[list[int]]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_float32_answers_are_plain_vllms(kind, proposer, model, in_float32):
     for expected in in_float32:
         record(PROMPTS, expected)
     options = dict(proposer=proposer, num_speculative_tokens=NODES, budget=NODES)
     with engine(model, options, **settings(kind, "float32")) as llm:
-        steps, launched = count_steps(llm), launched_steps(llm, monkeypatch)
+        steps, launched = count_steps(llm), launched_steps(llm)
         for params, expected in zip((PARAMS, DRAWN), in_float32, strict=True):
             for every in (1, 3):
                 assert generate_staggered(llm, PROMPTS, params, every=every) == expected
@@ -144,15 +126,13 @@ def test_float32_answers_are_plain_vllms(
 
 
 @on_gpus
-def test_steps_without_slots_are_placed_early_too(
-    model: Path, in_float32: list[list[list[list[int]]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_without_slots_are_placed_early_too(model, in_float32, monkeypatch):
     """The drafts never pay, so hardly any step has slots."""
     cost = StepCost(CostCurve([1, 1024], [1.0, 1.001]), drafts=50.0)
     monkeypatch.setattr(cost, "observe", lambda work, time: time)
     with engine(model, {"proposer": "ngram_trie"}, **settings("graphs", "float32")) as llm:
         drafter_of(llm).proposer.cost = cost
-        launched = launched_steps(llm, monkeypatch)
+        launched = launched_steps(llm)
         for params, expected in zip((PARAMS, DRAWN), in_float32, strict=True):
             assert generate_staggered(llm, PROMPTS, params) == expected
         without = [step for step in launched if step.is_prepared_early and not step.has_slots]
@@ -194,9 +174,7 @@ def distances(llm: LLM) -> tuple[dict[str, float], list[list[list[int]]]]:
         pytest.param("as installed", {}, marks=on_gpus),
     ],
 )
-def test_in_bfloat16_log_probabilities_are_as_exact_as_plain_vllms(
-    kind: str, options: dict[str, Any], model: Path
-) -> None:
+def test_in_bfloat16_log_probabilities_are_as_exact_as_plain_vllms(kind, options, model):
     if options.get("attention") == "xformers":
         pytest.importorskip("xformers")
     with engine(model, **settings(kind, "bfloat16")) as llm:

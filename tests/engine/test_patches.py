@@ -1,7 +1,6 @@
 """A place of vLLM is patched once, and every patch of a running engine has a reason."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def twice(original: Callable[..., str]) -> Callable[..., str]:
 @pytest.mark.parametrize(
     ("name", "result"), [("method", "method"), ("make", "Fake"), ("plain", "plain")]
 )
-def test_a_wrapper_gets_the_original(name: str, result: str) -> None:
+def test_a_wrapper_gets_the_original(name, result):
     cls = fake()
     kind = type(vars(cls)[name])
     patches.patch(cls, name, twice)
@@ -47,7 +46,7 @@ def test_a_wrapper_gets_the_original(name: str, result: str) -> None:
     assert type(vars(cls)[name]) is kind
 
 
-def test_a_place_is_patched_once() -> None:
+def test_a_place_is_patched_once():
     cls, other = fake(), fake()
     patches.patch(cls, "method", twice)
     with pytest.raises(PatchError, match=r"Fake\.method already; patch it once"):
@@ -59,7 +58,7 @@ def test_a_place_is_patched_once() -> None:
     assert not patches.is_patched(cls, "plain")
 
 
-def test_only_what_a_class_defines_itself_is_patched() -> None:
+def test_only_what_a_class_defines_itself_is_patched():
     class Child(fake()):  # type: ignore[misc]
         pass
 
@@ -68,7 +67,7 @@ def test_only_what_a_class_defines_itself_is_patched() -> None:
             patches.patch(Child, name, twice)
 
 
-def test_the_patches_of_an_engine_are_those_of_the_table(llama: Path, tmp_path: Path) -> None:
+def test_the_patches_of_an_engine_are_those_of_the_table(llama, tmp_path):
     lookahead = {"budget": 8, "cache_path": str(tmp_path / "a.cache")}
     with engine(llama, lookahead, disable_log_stats=False) as llm:
         generate(llm, [[5, 6, 7]])

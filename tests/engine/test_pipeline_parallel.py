@@ -69,9 +69,7 @@ def make_intermediate_tensors(worker: Any) -> None:
     worker.model_runner._dummy_run(1)
 
 
-def test_stages_verify_the_same_trees(
-    llama: Path, two_stages: dict[str, Any], plain: Answers
-) -> None:
+def test_stages_verify_the_same_trees(llama, two_stages, plain):
     with pipeline(llama, two_stages, {"proposer": "hybrid", "budget": "auto"}) as llm:
         check_lookahead(llm, plain)
 
@@ -111,12 +109,7 @@ def draft_chains(worker: Any) -> None:
     worker.model_runner.recorded_trees.clear()
 
 
-def test_preempted_requests_and_cached_prefixes(
-    llama: Path,
-    two_stages: dict[str, Any],
-    plain: Answers,
-    preempted: list[bool],
-) -> None:
+def test_preempted_requests_and_cached_prefixes(llama, two_stages, plain, preempted):
     """A request that starts again gives the first stage all its tokens, not only the last ones.
 
     First in trees, whose accepted nodes both stages move, then in chains.
@@ -136,7 +129,7 @@ def test_preempted_requests_and_cached_prefixes(
     assert any(preempted), "no request was preempted while a step of it was under way"
 
 
-def test_a_stage_moves_nothing_of_a_request_that_has_ended() -> None:
+def test_a_stage_moves_nothing_of_a_request_that_has_ended():
     """Its blocks may be another's. Of the rest, the path of the emitted tokens is moved."""
     tree = DraftTree.from_lists([7, 8, 9], [-1, -1, 1])  # 7, and 8 before 9
     forest = DraftForest.of([tree, tree])
@@ -163,7 +156,7 @@ def test_a_stage_moves_nothing_of_a_request_that_has_ended() -> None:
     assert moved == [(102, 101), (103, 102)]
 
 
-def test_vllm_copies_states_after_they_have_moved() -> None:
+def test_vllm_copies_states_after_they_have_moved():
     """It takes them from where a chain would have left them."""
     order = []
     ended = SimpleNamespace(event=None, sampled_tokens=None, idx_mapping_np=np.zeros(1, int))
@@ -188,7 +181,7 @@ def test_vllm_copies_states_after_they_have_moved() -> None:
 
 
 @pytest.mark.parametrize(("width", "sent"), [(1, 1), (3, 7), (7, 7)])
-def test_the_stages_get_as_many_tokens_as_they_expect(width: int, sent: int) -> None:
+def test_the_stages_get_as_many_tokens_as_they_expect(width, sent):
     """vLLM 0.33 asserts that a step with drafts has the width of the longest one."""
 
     class Base:
@@ -217,9 +210,7 @@ def record_answers(worker: Any, prompts: list[list[int]], answers: list[list[lis
 @pytest.mark.parametrize(
     ("name", "others"), [("falcon_h1", CACHING), ("qwen3_next", {"max_num_batched_tokens": 64})]
 )
-def test_stages_keep_the_states_of_recurrent_layers(
-    name: str, others: dict[str, Any], two_stages: dict[str, Any], tmp_path: Path
-) -> None:
+def test_stages_keep_the_states_of_recurrent_layers(name, others, two_stages, tmp_path):
     """With prefix caching, where as many tokens are cached as in one stage, and without."""
     model = save_config(name, tmp_path, HYBRIDS)
     settings = others | settings_of(name) | {"load_format": STAGED, "max_model_len": 512}

@@ -91,9 +91,7 @@ def other_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda given: repr(given)[:20],
 )
 @pytest.mark.parametrize("name", RELEASES)
-def test_without_lookahead_nothing_changes(
-    name: str, given: Any, registered: Any, other_release: None
-) -> None:
+def test_without_lookahead_nothing_changes(name, given, registered, other_release):
     engine_args = registered(RELEASES[name]())
     args = engine_args(speculative_config=given)
     assert args.ready and args.speculative_config is given
@@ -119,9 +117,7 @@ FAR = ["ngram", "lookup", "HEAD", "org/lookahead-head", "lookahead_head", 7, "["
 
 
 @pytest.mark.parametrize("name", [*NEAR, *FAR], ids=lambda name: repr(name)[:20])
-def test_a_near_miss_is_told_once_vllm_has_refused_it(
-    name: Any, registered: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_near_miss_is_told_once_vllm_has_refused_it(name, registered, tmp_path, monkeypatch):
     (tmp_path / "lookahead_head").touch()  # a model
     monkeypatch.chdir(tmp_path)
     refusal = ValueError("vLLM's")
@@ -148,7 +144,7 @@ def test_a_near_miss_is_told_once_vllm_has_refused_it(
         assert "write 'lookahead'" in str(error.value)
 
 
-def test_no_method_of_vllm_is_a_near_miss() -> None:
+def test_no_method_of_vllm_is_a_near_miss():
     (flag,) = [a for a in real_parser()._actions if "--spec-method" in a.option_strings]
     others = [name for name in flag.choices if name not in (None, "lookahead")]
     assert len(others) > 30 and not any(map(engine_args.is_misspelled, others))
@@ -161,7 +157,7 @@ def real_parser() -> Any:
 
 
 @pytest.mark.parametrize("given", ["lookahead", "ngram"])
-def test_vllms_own_flag_takes_our_method(given: str) -> None:
+def test_vllms_own_flag_takes_our_method(given):
     assert real_parser().parse_args(["--spec-method", given]).spec_method == given
 
 
@@ -169,9 +165,7 @@ def test_vllms_own_flag_takes_our_method(given: str) -> None:
     ("given", "says"),
     [("Look-Ahead", "write 'lookahead'"), ("n_gram", "invalid choice: 'n_gram'")],
 )
-def test_vllms_own_flag_refuses_others(
-    given: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vllms_own_flag_refuses_others(given, says, capsys):
     with pytest.raises(SystemExit):
         real_parser().parse_args(["--spec-method", given])
     assert says in capsys.readouterr().err
@@ -179,8 +173,8 @@ def test_vllms_own_flag_refuses_others(
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_lookahead_under_another_release_is_refused_with_one_sentence(
-    name: str, registered: Any, other_release: None
-) -> None:
+    name, registered, other_release
+):
     engine_args = registered(RELEASES[name]())
     asking = [
         {"speculative_config": {"method": "lookahead"}},
@@ -199,7 +193,7 @@ def test_lookahead_under_another_release_is_refused_with_one_sentence(
 
 @pytest.mark.parametrize("taken", [OURS, OURS[:1], OURS[1:]])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_flags_that_others_add_are_kept(when: str, taken: tuple[str, ...], registered: Any) -> None:
+def test_flags_that_others_add_are_kept(when, taken, registered):
     engine_args = registered(fake_engine_args(*NOW, flags=taken if when == "before" else ()))
     parser = engine_args.add_cli_args(argparse.ArgumentParser())
     if when == "after":
@@ -240,7 +234,7 @@ print(json.dumps([patched, *map(sorted, loaded), "numba" in sys.modules]))
 """
 
 
-def test_registering_loads_few_modules() -> None:
+def test_registering_loads_few_modules():
     """And nothing of the front end loads numba: a CPU worker in the same process, as of an offline
     engine, could not start after it."""
     command = [sys.executable, "-c", REGISTERED]

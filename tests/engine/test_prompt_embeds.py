@@ -1,18 +1,23 @@
 """Prompts of embeddings: drafts come from the request's own token ids, and outputs stay exact."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm import LLM, SamplingParams
-from vllm.inputs import EmbedsPrompt, TokensPrompt
+from vllm.inputs import EmbedsPrompt
 
-from tests.support.driving import drafter_of, engine, random_prompts, runner_of
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    grown_forests,
+    of_length,
+    random_prompts,
+    runner_of,
+)
 from tests.support.proposers import record
-
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 
 
 def embedded(llm: LLM, tokens: Sequence[int], are_ids: Sequence[bool] | None = None) -> Any:
@@ -28,66 +33,43 @@ def embedded(llm: LLM, tokens: Sequence[int], are_ids: Sequence[bool] | None = N
     )
 
 
-def answers(llm: LLM, prompts: Sequence[Any], params: Any = GREEDY) -> list[list[int]]:
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def test_the_prompt_of_an_earlier_request_in_the_same_row_is_not_drafted(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prompt_of_an_earlier_request_in_the_same_row_is_not_drafted(llama):
     allowed, secret = range(40, 44), range(100, 120)
     prompt = [token for i, mark in enumerate(secret) for token in (allowed[i % 4], mark)]
-    params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            allowed_token_ids=list(allowed),
-            extra_args={"lookahead_namespace": namespace},
-        )
-        for namespace, max_tokens in (("one", 2), ("another", 30))
-    ]
-    drafted: list[int] = []
+
+    def params(namespace: str, max_tokens: int) -> SamplingParams:
+        extra_args = {"lookahead_namespace": namespace}
+        return of_length(max_tokens, allowed_token_ids=list(allowed), extra_args=extra_args)
+
     with engine(llama, {"budget": 8}, max_num_seqs=1, enable_prompt_embeds=True) as llm:
-        late = runner_of(llm)._late
-        grow = late.grow
-
-        def recorded(*args: Any) -> Any:
-            drafts = grow(*args)
-            drafted.extend(drafts.forest.tokens.tolist())
-            return drafts
-
-        answers(llm, [TokensPrompt(prompt_token_ids=prompt)], params[:1])
-        monkeypatch.setattr(late, "grow", recorded)
-        answers(llm, [embedded(llm, random_prompts(1, 40)[0])], params[1:])
-    assert drafted
-    assert not set(drafted) & set(secret)
+        generate(llm, [prompt], params("one", 2))
+        forests = grown_forests(llm)
+        generate(llm, [embedded(llm, random_prompts(1, 40)[0])], params("another", 30))
+    drafted = {token for forest in forests for token in forest.tokens.tolist()}
+    assert drafted and not drafted & set(secret)
 
 
 @pytest.mark.parametrize("num_seqs", [2, 16])
-def test_answers_to_embeddings_stay_plain_vllm_s_on_trees(num_seqs: int, llama: Path) -> None:
+def test_answers_to_embeddings_stay_plain_vllm_s_on_trees(num_seqs, llama):
     texts = random_prompts(12, 30, seed=5)
 
     def prompts(llm: LLM) -> list[Any]:
         return [
             embedded(llm, text, [None, [j % 3 > 0 for j in range(len(text))]][i % 2])
             if i % 3
-            else TokensPrompt(prompt_token_ids=text)
+            else text
             for i, text in enumerate(texts)
         ]
 
     with engine(llama, enable_prompt_embeds=True) as plain:
-        vanilla = answers(plain, prompts(plain))
+        vanilla = generate(plain, prompts(plain))
     known_prompts = [
         text if not i % 3 else [t if j % 3 else -1 for j, t in enumerate(text)] if i % 2 else []
         for i, text in enumerate(texts)
     ]
-    record(known_prompts, [[answer] for answer in vanilla])
+    record(known_prompts, vanilla)
     lookahead = {"proposer": "hidden_path", "budget": 16}
     with engine(llama, lookahead, max_num_seqs=num_seqs, enable_prompt_embeds=True) as llm:
-        assert answers(llm, prompts(llm)) == vanilla
+        assert generate(llm, prompts(llm)) == vanilla
         counters = drafter_of(llm).counters
-        assert counters.branching_trees > 10
-        assert counters.moved_tokens > 10
+        assert counters.branching_trees > 10 and counters.moved_tokens > 10

@@ -405,7 +405,7 @@ def bodies(path: str, option: str) -> Iterator[tuple[dict[str, Any], Sample]]:
 
 
 @pytest.mark.parametrize(("path", "option"), OPTIONS)
-def test_an_option_gives_the_same_answer(urls: list[str], path: str, option: str) -> None:
+def test_an_option_gives_the_same_answer(urls, path, option):
     assert ENDPOINTS[path].samples.get(option), f"vLLM has an option {option}: add samples of it"
 
     def differences(body: dict[str, Any], sample: Sample) -> list[str]:
@@ -427,7 +427,7 @@ def test_an_option_gives_the_same_answer(urls: list[str], path: str, option: str
         assert [place for places in found for place in places] == []
 
 
-def test_drafts_are_accepted(urls: list[str]) -> None:
+def test_drafts_are_accepted(urls):
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 99, "temperature": 0, "ignore_eos": True}
     for url in (*urls, *urls):  # the second time, the trie has the answer
         ask(url, "completions", body)
@@ -464,7 +464,7 @@ COMPLETION: dict[str, Any] = {
         ("id", "cmpl-2", "equal"),
     ],
 )
-def test_a_planted_difference_is_found(path: str, value: Any, expected: str) -> None:
+def test_a_planted_difference_is_found(path, value, expected):
     other = deepcopy(COMPLETION)
     place: Any = other
     *parents, last = (int(step) if step.isdecimal() else step for step in path.split("/"))

@@ -44,9 +44,7 @@ def load_by_vllm(llm: LLM, checkpoint: Path) -> None:
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoint)})
 
 
-def test_samples_equal_plain_vllms_before_and_after_a_change_of_weights(
-    checkpoints: list[Path],
-) -> None:
+def test_samples_equal_plain_vllms_before_and_after_a_change_of_weights(checkpoints):
     answers: list[list[Any]] = []
     for config in (None, LOOKAHEAD):
         with engine(checkpoints[0], config) as llm:
@@ -60,9 +58,7 @@ def test_samples_equal_plain_vllms_before_and_after_a_change_of_weights(
     assert answers[0][0] == answers[0][2] != answers[0][1]
 
 
-def test_samples_of_a_group_draft_from_each_other_while_they_run(
-    checkpoints: list[Path],
-) -> None:
+def test_samples_of_a_group_draft_from_each_other_while_they_run(checkpoints):
     accepted = {}
     for share in ("none", "namespace"):
         with engine(checkpoints[0], {**LOOKAHEAD, "share": share}, drafts=None) as llm:
@@ -71,7 +67,7 @@ def test_samples_of_a_group_draft_from_each_other_while_they_run(
     assert accepted["namespace"] > 1.2 * accepted["none"]
 
 
-def test_the_loop_of_a_trainer_with_async_llm(checkpoints: list[Path]) -> None:
+def test_the_loop_of_a_trainer_with_async_llm(checkpoints):
     """Generate, change the weights, generate, with an engine in a process of its own."""
 
     async def rollouts(config: dict[str, Any] | None) -> list[list[list[int]]]:

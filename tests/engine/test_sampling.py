@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams, TokensPrompt
+from vllm import SamplingParams
 
-from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.driving import drafter_of, engine, generate, random_prompts, record_plain
+from tests.support.logprobs import answers_with_logprobs, assert_same_logprobs
 from tests.support.processors import NoRepeat
 from tests.support.proposers import record
 
@@ -32,7 +33,6 @@ def params_of(extra: dict[str, Any], seed: int | None) -> SamplingParams:
     return SamplingParams(**{**sampling, "max_tokens": 40, "detokenize": False, **extra})
 
 
-THINK_IDS = (3, 4)
 WITH_TOKENIZER: dict[str, Any] = dict(skip_tokenizer_init=False)
 
 
@@ -45,9 +45,7 @@ def assert_exact(
     **settings: Any,
 ) -> None:
     """Compare with plain vLLM in one batch, then one by one; at least `min_accepted` nodes each."""
-    with engine(model, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
-    record(prompts, vanilla)
+    vanilla = record_plain(model, prompts, params, **settings)
     with engine(model, HIDDEN, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla
         counters = drafter_of(llm).counters
@@ -60,12 +58,12 @@ def assert_exact(
         assert counters.accepted_nodes > before + min_accepted
 
 
-def test_each_parameter_keeps_its_output_in_a_mixed_batch(llama: Path) -> None:
+def test_each_parameter_keeps_its_output_in_a_mixed_batch(llama):
     params = [params_of(e, seed) for e in [*PATH_DEPENDENT, {}] for seed in (None, 3)]
     assert_exact(llama, random_prompts(len(params), 30, seed=13), params, min_accepted=200)
 
 
-def test_bad_words_keep_the_output(llama: Path) -> None:
+def test_bad_words_keep_the_output(llama):
     """Some bad words are one token; others span several tokens of a path."""
     words = ["q", "the", "ab", "in", *(a + b for a in "xyz" for b in "abcdefgh")]
     params = [
@@ -73,20 +71,15 @@ def test_bad_words_keep_the_output(llama: Path) -> None:
         for extra in ({}, dict(frequency_penalty=0.5))
         for seed in (None, 5)
     ]
-    prompts = random_prompts(len(params) + 2, 30, seed=21)
-    assert_exact(
-        llama,
-        prompts,
-        [*params, params_of({}, None), params_of({}, 1)],
-        min_accepted=20,
-        **WITH_TOKENIZER,
-    )
+    params += [params_of({}, None), params_of({}, 1)]
+    prompts = random_prompts(len(params), 30, seed=21)
+    assert_exact(llama, prompts, params, min_accepted=20, **WITH_TOKENIZER)
 
 
 @pytest.mark.parametrize("end", ["</think>", "the end</think>"])
-def test_thinking_budgets_keep_the_output(end: str, llama: Path) -> None:
+def test_thinking_budgets_keep_the_output(end, llama):
     """Budgets run out inside a burst or in the prompt; the model ends or starts thinking itself."""
-    start, stop = THINK_IDS
+    start, stop = 3, 4
     thinking = dict(reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": end})
     open_prompts = [[*p, start, *p[:2]] for p in random_prompts(6, 12, seed=31)]
     closed = [[start, 9, stop, *p] for p in random_prompts(4, 12, seed=32)]
@@ -98,7 +91,7 @@ def test_thinking_budgets_keep_the_output(end: str, llama: Path) -> None:
     assert_exact(llama, [*open_prompts, *closed], params, **WITH_TOKENIZER, **thinking)
 
 
-def test_custom_logits_processors_keep_the_output(llama: Path) -> None:
+def test_custom_logits_processors_keep_the_output(llama):
     """A processor does not know the parents of a row, so its requests get chains."""
     params = [
         params_of({} if ban is None else dict(extra_args={"ban": ban}), seed)
@@ -119,62 +112,31 @@ LOGPROBS: list[dict[str, Any]] = [
 ]
 
 
-def logprobs_of(llm: Any, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False
-    )
-    return [
-        (list(o.outputs[0].token_ids), [o.outputs[0].logprobs, o.prompt_logprobs]) for o in outputs
-    ]
-
-
-def assert_same_logprobs(mine: Any, theirs: Any) -> None:
-    """Nested lists and dicts are compared element by element, logprobs up to 1e-4."""
-    if theirs is None or isinstance(theirs, int | str):
-        assert mine == theirs
-    elif hasattr(theirs, "logprob"):
-        assert mine.rank == theirs.rank
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-    elif isinstance(theirs, dict):
-        assert mine.keys() == theirs.keys()
-        for key in theirs:
-            assert_same_logprobs(mine[key], theirs[key])
-    else:
-        for a, b in zip(mine, theirs, strict=True):
-            assert_same_logprobs(a, b)
+def assert_exact_logprobs(
+    llama: Path, params: list[SamplingParams], seed: int, min_accepted: int, **settings: Any
+) -> None:
+    prompts = random_prompts(len(params), 30, seed=seed)
+    with engine(llama, **settings) as plain:
+        vanilla = answers_with_logprobs(plain, prompts, params)
+    record(prompts, [[text] for text, *_ in vanilla])
+    with engine(llama, HIDDEN, **settings) as llm:
+        assert_same_logprobs(answers_with_logprobs(llm, prompts, params), vanilla)
+        assert drafter_of(llm).counters.accepted_nodes > min_accepted
 
 
 @pytest.mark.parametrize(
     "mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 )
-def test_logprobs_equal_plain_vllms_in_every_mode(mode: str, llama: Path) -> None:
+def test_logprobs_equal_plain_vllms_in_every_mode(mode, llama):
     params = [params_of(e, seed) for e in LOGPROBS for seed in (None, 6)]
-    prompts = random_prompts(len(params), 30, seed=51)
-    settings = dict(logprobs_mode=mode, max_logprobs=-1)
-    with engine(llama, **settings) as plain:
-        vanilla = logprobs_of(plain, prompts, params)
-    record(prompts, [[text] for text, _ in vanilla])
-    with engine(llama, HIDDEN, **settings) as llm:
-        mine = logprobs_of(llm, prompts, params)
-        assert [a for a, _ in mine] == [a for a, _ in vanilla]
-        for (_, a), (_, b) in zip(mine, vanilla, strict=True):
-            assert_same_logprobs(a, b)
-        assert drafter_of(llm).counters.accepted_nodes > 100
+    assert_exact_logprobs(llama, params, 51, 100, logprobs_mode=mode, max_logprobs=-1)
 
 
-def test_logprobs_of_chosen_token_ids_equal_plain_vllms(llama: Path) -> None:
+def test_logprobs_of_chosen_token_ids_equal_plain_vllms(llama):
     """The batch also has requests without logprobs, with and without nodes."""
     params = [
         params_of(dict(logprob_token_ids=[5, 9, 100]), None),
         params_of(dict(logprob_token_ids=[7], max_tokens=2), None),
         params_of({}, 2),
     ]
-    prompts = random_prompts(len(params), 30, seed=61)
-    with engine(llama) as plain:
-        vanilla = logprobs_of(plain, prompts, params)
-    record(prompts, [[text] for text, _ in vanilla])
-    with engine(llama, HIDDEN) as llm:
-        for (text, a), (answer, b) in zip(logprobs_of(llm, prompts, params), vanilla, strict=True):
-            assert text == answer
-            assert_same_logprobs(a, b)
-        assert drafter_of(llm).counters.accepted_nodes > 10
+    assert_exact_logprobs(llama, params, 61, 10)

@@ -1,22 +1,21 @@
 """Requests whose id comes again: the next turn of a streaming session."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.request import RequestStatus
 
-from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
+from tests.support.driving import GREEDY, drafter_of, engine, generate, of_length, random_prompts
 from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of
 from tests.support.models import save_config
 from tests.support.proposers import record
 
-SEEDED = SamplingParams(
-    temperature=1, seed=5, max_tokens=40, ignore_eos=True, detokenize=False, top_k=40
-)
+SEEDED = of_length(40, temperature=1, seed=5, top_k=40)
 TURNS = [*random_prompts(1, 40, seed=61), [5, 6], [7], [8, 9, 10]]
-MODES = {"hidden_path": {"proposer": "hidden_path"}, "trie": {"proposer": "ngram_trie"}}
+
+
+def stop_in(text: list[int]) -> int:
+    """A token that comes first after a few others."""
+    return next(token for i, token in enumerate(text) if i > 5 and token not in text[:i])
 
 
 def answers_of(
@@ -47,43 +46,33 @@ def answers_of(
     return answers
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_session_goes_on_after_a_stop_inside_a_draft(mode: str, llama: Path) -> None:
-    lookahead: dict[str, Any] = {**MODES[mode], "budget": 16}
-    with engine(llama, enable_prefix_caching=True) as plain:
-        text = generate(plain, TURNS[:1])[0][0]
-        stop = next(token for i, token in enumerate(text) if i > 5 and token not in text[:i])
-        vanilla = answers_of(plain, stop)
-    record(TURNS[:1], [[text]])  # drafts go on after the stop
-    with engine(llama, lookahead, enable_prefix_caching=True) as llm:
-        assert answers_of(llm, stop) == vanilla
-        assert answers_of(llm, stop, "b") == vanilla
-        assert drafter_of(llm).counters.accepted_nodes > 3
-    assert vanilla[0][-1] == stop and len(vanilla[-1]) > 1
-
-
-def test_a_seeded_session_draws_as_plain_vllm_after_a_stop_inside_a_draft(llama: Path) -> None:
+@pytest.mark.parametrize(
+    ("proposer", "sampling"),
+    [("hidden_path", GREEDY), ("ngram_trie", GREEDY), ("always_right", SEEDED)],
+)
+def test_a_session_goes_on_after_a_stop_inside_a_draft(proposer, sampling, llama):
     """Nothing that was drawn after the stop is left for the next turn."""
-    with engine(llama) as plain:
-        text = generate(plain, TURNS[:1], SEEDED)[0][0]
-        stop = next(token for i, token in enumerate(text) if i > 5 and token not in text[:i])
-        vanilla = answers_of(plain, stop, sampling=SEEDED)
+    with engine(llama, enable_prefix_caching=True) as plain:
+        text = generate(plain, TURNS[:1], sampling)[0][0]
+        stop = stop_in(text)
+        vanilla = answers_of(plain, stop, sampling=sampling)
     assert text[len(vanilla[0]) :], "no draft goes on after the stop"
     record(TURNS[:1], [[text]])
-    with engine(llama, {"proposer": "always_right", "budget": 16}) as llm:
-        assert answers_of(llm, stop, sampling=SEEDED) == vanilla
-        assert drafter_of(llm).counters.accepted_nodes > len(vanilla[0])
+    with engine(llama, {"proposer": proposer, "budget": 16}, enable_prefix_caching=True) as llm:
+        assert answers_of(llm, stop, sampling=sampling) == vanilla
+        assert answers_of(llm, stop, "b", sampling) == vanilla
+        least = len(vanilla[0]) if proposer == "always_right" else 3
+        assert drafter_of(llm).counters.accepted_nodes > least
     assert vanilla[0][-1] == stop and len(vanilla[-1]) > 1
 
 
-def test_recurrent_states_are_those_before_a_stop_if_no_step_is_in_flight(tmp_path: Path) -> None:
+def test_recurrent_states_are_those_before_a_stop_if_no_step_is_in_flight(tmp_path):
     """Where blocks are larger with lookahead, too."""
     model = save_config("nemotron_h", tmp_path, HYBRIDS)
     settings = CACHING | settings_of("nemotron_h") | {"async_scheduling": False}
-    lookahead = {**MODES["hidden_path"], "num_speculative_tokens": 32, "budget": 32}
+    lookahead = {"proposer": "hidden_path", "num_speculative_tokens": 32, "budget": 32}
     with engine(model, **settings) as plain:
-        text = generate(plain, TURNS[:1])[0][0]
-        stop = next(token for i, token in enumerate(text) if i > 5 and token not in text[:i])
+        stop = stop_in(generate(plain, TURNS[:1])[0][0])
         vanilla = answers_of(plain, stop)
         context = [*TURNS[0], *vanilla[0][:-1], *TURNS[1]]
         assert generate(plain, [context])[0][0][: len(vanilla[1])] == vanilla[1]

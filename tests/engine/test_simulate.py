@@ -57,7 +57,7 @@ def answer(llm: LLM, sessions: Sequence[Sequence[Trace]]) -> list[Generation]:
     return list(generations.values())
 
 
-def test_an_engine_emits_as_many_tokens_a_step_as_simulate_says(tmp_path: Path) -> None:
+def test_an_engine_emits_as_many_tokens_a_step_as_simulate_says(tmp_path):
     """For sessions of an agent, whose turns come back with a cached prefix."""
     file, vocabulary = renumbered(load_traces(AGENTS))
     longest = max(len(trace.prompt) + len(trace.output) for trace in file.traces)

@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=32)
 
 
-def test_the_output_equals_plain_vllm() -> None:
+def test_the_output_equals_plain_vllm():
     """Greedy, seeded, and with stop strings that cut a burst of accepted tokens."""
     with engine(MODEL, **SETTINGS) as plain:
         unstopped = plain.generate([{"prompt_token_ids": p} for p in PROMPTS], GREEDY)

@@ -1,6 +1,5 @@
 """A guided model generates the recorded answers, with and without drafts."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ from tests.support.driving import drafter_of, engine, generate, random_prompts
 
 
 @pytest.mark.parametrize("lookahead", [None, {"budget": 8}], ids=["plain", "lookahead"])
-def test_a_guided_model_generates_the_recorded_answers(
-    lookahead: dict | None, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_guided_model_generates_the_recorded_answers(lookahead, llama, monkeypatch):
     monkeypatch.delenv(plugin.PLAIN_V2)  # as in benchmarks
     rng = np.random.default_rng(0)
     prompts = random_prompts(5, 30, seed=21)
@@ -40,9 +37,7 @@ def test_a_guided_model_generates_the_recorded_answers(
         assert generate(llm, other) == unguided
 
 
-def test_the_requests_of_a_job_bring_their_references(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_requests_of_a_job_bring_their_references(llama, monkeypatch):
     """Dictated answers, prefix caching; what differs is whether a request brings a reference."""
     prompts = random_prompts(4, 20, seed=7)
     rng = np.random.default_rng(1)

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm import envs
@@ -11,13 +9,11 @@ from vllm import envs
 from lookahead_vllm.draft.cache import file as cache_file
 from tests.support import ray_cluster
 from tests.support.driving import engine
-from tests.support.ranks import Answers, check_lookahead
+from tests.support.ranks import check_lookahead
 from tests.support.ray_cluster import RayCluster
 
 
-def test_ranks_verify_the_same_trees(
-    llama: Path, tmp_path: Path, two_ranks: dict[str, Any], plain_of_two_ranks: Answers
-) -> None:
+def test_ranks_verify_the_same_trees(llama, tmp_path, two_ranks, plain_of_two_ranks):
     cache = tmp_path / "learned.cache"
     lookahead = {"proposer": "hybrid", "budget": "auto", "cache_path": str(cache)}
     with engine(llama, lookahead, **two_ranks) as llm:
@@ -26,9 +22,7 @@ def test_ranks_verify_the_same_trees(
     assert len(cache_file.read_about(cache).facts["namespaces"]) == 1
 
 
-def test_each_rank_runs_its_part_of_a_trained_drafter(
-    llama: Path, two_ranks: dict[str, Any], plain_of_two_ranks: Answers
-) -> None:
+def test_each_rank_runs_its_part_of_a_trained_drafter(llama, two_ranks, plain_of_two_ranks):
     drafter = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 2}
     lookahead = {"proposer": "ngram_trie", "budget": 16, "drafter": drafter}
     with engine(llama, lookahead, **two_ranks) as llm:
@@ -45,13 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 
 @pytest.mark.slow
-def test_over_ray_they_do_too(
-    llama: Path,
-    two_ranks: dict[str, Any],
-    plain_of_two_ranks: Answers,
-    cluster: RayCluster,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_over_ray_they_do_too(llama, two_ranks, plain_of_two_ranks, cluster, monkeypatch):
     """The front-end, the engine's core and two ranks are processes of their own, which end."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the tests call their functions

@@ -387,9 +387,7 @@ def _tenants(rng: random.Random, disjoint: bool) -> list[Tenant]:
 
 
 def _draw_tokens(
-    rng: random.Random,
-    count: int,
-    vocabulary: range = range(SPECIAL, VOCAB),
+    rng: random.Random, count: int, vocabulary: range = range(SPECIAL, VOCAB)
 ) -> list[int]:
     return [rng.choice(vocabulary) for _ in range(count)]
 
@@ -406,10 +404,7 @@ def _draw_embedded(rng: random.Random, length: int) -> list[bool]:
 
 
 def _draw_request(
-    rng: random.Random,
-    tenant: Tenant,
-    features: set[str],
-    settings: dict[str, Any],
+    rng: random.Random, tenant: Tenant, features: set[str], settings: dict[str, Any]
 ) -> Request:
     # Half of the prompts share a prefix with their tenant's others; some repeat themselves.
     prompt = tenant.prefix[: rng.randint(0, len(tenant.prefix))] if rng.random() < 0.5 else []

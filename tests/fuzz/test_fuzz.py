@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,12 +29,12 @@ def _fork_processes() -> Iterator[None]:
         yield
 
 
-def test_a_round_depends_only_on_its_seed() -> None:
+def test_a_round_depends_only_on_its_seed():
     assert draw_round("7-12", MODELS) == draw_round("7-12", MODELS)
     assert draw_round("7-12", MODELS) != draw_round("7-13", MODELS)
 
 
-def test_every_feature_is_drawn() -> None:
+def test_every_feature_is_drawn():
     rounds = [draw_round(f"0-{i}", MODELS) for i in range(200)]
     drawn = set[str]().union(*(r.features for r in rounds))
     drawn |= set[str]().union(*(q.features for r in rounds for q in r.requests))
@@ -76,7 +75,7 @@ def shows(bug: str, round_: Round) -> bool:
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_found(bug, tmp_path, monkeypatch):
     monkeypatch.setattr(play, "PERTURBATIONS", 2)  # to save time: a difference is hardly a tie
     rounds = Rounds(tmp_path)
     drawn = (
@@ -94,9 +93,7 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
     pytest.fail(f"20 rounds did not find {bug}")
 
 
-def test_other_roundings_of_an_fp8_cache_are_ties(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_roundings_of_an_fp8_cache_are_ties(tmp_path, monkeypatch):
     monkeypatch.setattr(play, "PERTURBATIONS", 0)
     params = dict(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=-1)
     request = Request(list(range(30, 90)), params)
@@ -119,7 +116,7 @@ def test_other_roundings_of_an_fp8_cache_are_ties(
     assert not rounds._is_tie(round_, 0, wrong)
 
 
-def test_nothing_is_found_without_a_planted_bug(tmp_path: Path) -> None:
+def test_nothing_is_found_without_a_planted_bug(tmp_path):
     rounds = Rounds(tmp_path)
     for number in itertools.count():
         round_ = draw_round(f"2-{number}", ["llama", "qwen3"], elsewhere_share=0)
@@ -129,7 +126,7 @@ def test_nothing_is_found_without_a_planted_bug(tmp_path: Path) -> None:
             return
 
 
-def test_the_engine_may_run_in_other_processes(tmp_path: Path) -> None:
+def test_the_engine_may_run_in_other_processes(tmp_path):
     drawn = (draw_round(f"3-{n}", ["llama"], elsewhere_share=1) for n in itertools.count())
     round_ = next(
         r
@@ -160,11 +157,11 @@ def logprobs(**values: float) -> dict[str, SimpleNamespace]:
         (logprobs(a=float("nan")), logprobs(a=-1.0), False),
     ],
 )
-def test_logprobs_are_alike_up_to_rounding_and_ties(a: object, b: object, same: bool) -> None:
+def test_logprobs_are_alike_up_to_rounding_and_ties(a, b, same):
     assert alike(a, b) is alike(b, a) is same
 
 
-def test_agreement_counts_the_tokens_before_the_first_that_differs() -> None:
+def test_agreement_counts_the_tokens_before_the_first_that_differs():
     near = [logprobs(a=-1.0), logprobs(a=-1.5), logprobs(a=-2.0)]
     far = [logprobs(a=-1.0), logprobs(a=-1.6), logprobs(a=-2.0)]
     plain = Reply({0: Answer([1, 2, 3]), 1: Answer([4, 5, 6], logprobs=near)}, [None, *near])
@@ -173,7 +170,7 @@ def test_agreement_counts_the_tokens_before_the_first_that_differs() -> None:
     assert agreement(plain, ours) == agreement(ours, plain) == 1 + 1 + 2
 
 
-def test_a_difference_names_what_differs() -> None:
+def test_a_difference_names_what_differs():
     request = draw_round("0-0", MODELS).requests[0]
     request.abort_after = None
     plain = Reply({0: Answer([1, 2], "ab", finish=("stop", None))})

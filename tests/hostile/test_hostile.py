@@ -1,10 +1,7 @@
 """Hostile clients do not affect others. `scripts/hostile.py` runs longer."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.hostile import bad_requests
 from tests.hostile.bad_requests import Request
 from tests.hostile.clients import CUTS, Reply
 from tests.hostile.play import Plan, play
@@ -30,15 +27,13 @@ STREAM = b'data: {"choices": []}\n\n'
         ("refused", Reply(400, ONE_SENTENCE, 9.0), ["slow"]),
     ],
 )
-def test_each_fault_of_a_reply_is_named(
-    expected: bad_requests.Expected, reply: Reply, kinds: list[str]
-) -> None:
+def test_each_fault_of_a_reply_is_named(expected, reply, kinds):
     request = Request("", "/v1/completions", b"{}", expected)
     assert [fault.kind for fault in faults_of(request, reply)] == kinds
 
 
 @pytest.mark.slow
-def test_hostile_clients_do_not_affect_a_good_client(tmp_path: Path) -> None:
+def test_hostile_clients_do_not_affect_a_good_client(tmp_path):
     report = play(Plan(minutes=0.25, seed=1, rate=40.0, is_quick=True), tmp_path)
     print(report.table())
     assert not report.violations, "\n".join(report.violations)

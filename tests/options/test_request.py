@@ -53,9 +53,7 @@ def ids(*tokens: int) -> bytes:
         ),
     ],
 )
-def test_every_way_to_write_an_option_is_read(
-    extra_args: dict[str, Any] | None, expected: RequestOptions
-) -> None:
+def test_every_way_to_write_an_option_is_read(extra_args, expected):
     assert parse_options(extra_args, VOCAB) == expected
 
 
@@ -108,7 +106,7 @@ def test_every_way_to_write_an_option_is_read(
         ),
     ],
 )
-def test_a_wrong_request_says_what_to_write(extra_args: dict[str, Any], parts: list[str]) -> None:
+def test_a_wrong_request_says_what_to_write(extra_args, parts):
     with pytest.raises(OptionError) as error:
         parse_options(extra_args, VOCAB)
     for part in parts:
@@ -133,9 +131,7 @@ OPTION = {"lookahead_enabled": False}
         ({"token_ids": [5], "vllm_xargs": OPTION}, "in vllm_xargs", "sampling_params.extra_args"),
     ],
 )
-def test_an_option_where_vllm_ignores_it_is_refused(
-    body: dict[str, Any], written: str, read: str
-) -> None:
+def test_an_option_where_vllm_ignores_it_is_refused(body, written, read):
     says = f"was given {written} of the request, but lookahead's options are read only in {read};"
     with pytest.raises(OptionError, match=says):
         check_places(body)
@@ -151,7 +147,7 @@ def test_an_option_where_vllm_ignores_it_is_refused(
         *([OPTION], "lookahead", None),
     ],
 )
-def test_an_option_where_vllm_reads_it_is_not(body: Any) -> None:
+def test_an_option_where_vllm_reads_it_is_not(body):
     check_places(body)
 
 
@@ -159,12 +155,12 @@ def test_an_option_where_vllm_reads_it_is_not(body: Any) -> None:
     "largest",
     [["a" * 1024] * 64, ["漢" * 21_845], ["🙂" * 16_384], [[7] * 16_384], [[7] * 16_383, "abcd"]],
 )
-def test_the_largest_reference_is_allowed(largest: list[Any]) -> None:
+def test_the_largest_reference_is_allowed(largest):
     options = parse_options({"lookahead_reference": largest}, VOCAB)
     assert len(options.references) == len(largest)
 
 
-def test_options_that_a_server_does_not_accept_are_ignored() -> None:
+def test_options_that_a_server_does_not_accept_are_ignored():
     extra_args = {"lookahead_reference": "a", "lookahead": {"namespace": ["x"], "enabled": True}}
     server = LookaheadOptions(client_options="no_namespaces")
     assert parse_options(extra_args, VOCAB, server) == RequestOptions(("a",))
@@ -173,7 +169,7 @@ def test_options_that_a_server_does_not_accept_are_ignored() -> None:
     assert parse_options(extra_args, VOCAB, server) == RequestOptions()
 
 
-def test_the_worker_receives_the_sent_options() -> None:
+def test_the_worker_receives_the_sent_options():
     extra_args = {"another_plugin": 3, "lookahead_namespace": "n", "lookahead": {"enabled": False}}
     before = dict(extra_args)
     sent_args = fields_for_worker(extra_args, RequestOptions((ids(5, 6),), "n", False))
@@ -184,7 +180,7 @@ def test_the_worker_receives_the_sent_options() -> None:
     assert (options.namespace, options.enabled, others) == ("n", False, {"another_plugin": 3})
 
 
-def test_checked_options_are_not_checked_again() -> None:
+def test_checked_options_are_not_checked_again():
     options = RequestOptions((ids(500, 600),), "n")
     extra_args = with_options({"another_plugin": 3, "lookahead_enabled": 7}, options)
     assert parse_options(extra_args, VOCAB) is options
@@ -202,12 +198,7 @@ def test_checked_options_are_not_checked_again() -> None:
 )
 @pytest.mark.parametrize("prediction", [None, {"type": "content", "content": "a"}])
 @pytest.mark.parametrize("checked_early", [True, False])
-def test_logits_processors_see_the_other_arguments(
-    extra_args: dict[str, Any] | None,
-    others: dict[str, Any] | None,
-    prediction: Any,
-    checked_early: bool,
-) -> None:
+def test_logits_processors_see_the_other_arguments(extra_args, others, prediction, checked_early):
     """Where there are none, they see None, as vLLM's server gives them."""
     written = extra_args
     if prediction is not None:
@@ -219,7 +210,7 @@ def test_logits_processors_see_the_other_arguments(
     assert options_in_worker(sent_args)[1] == others
 
 
-def test_only_the_worker_keeps_references() -> None:
+def test_only_the_worker_keeps_references():
     sender = SimpleNamespace(
         extra_args=fields_for_worker({"other": 1}, RequestOptions((ids(5, 6),), "n"))
     )
@@ -230,7 +221,7 @@ def test_only_the_worker_keeps_references() -> None:
     assert without_references(plain) is plain
 
 
-def test_a_request_that_bypasses_the_front_end_shares_with_none() -> None:
+def test_a_request_that_bypasses_the_front_end_shares_with_none():
     options, others = options_in_worker(None)
     assert options.namespace is None and others is None
     forged = fields_for_worker({"other": 1}, RequestOptions((), '[null, "salt", null]'))
@@ -246,13 +237,13 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(extra_args=ANYTHING | st.fixed_dictionaries({"lookahead": ANYTHING}))
-def test_no_unchecked_value_is_a_namespace(extra_args: Any) -> None:
+def test_no_unchecked_value_is_a_namespace(extra_args):
     options, others = options_in_worker(extra_args)
     assert options == RequestOptions()
     assert others is None or "lookahead" not in others
 
 
-def test_different_triples_have_different_namespaces() -> None:
+def test_different_triples_have_different_namespaces():
     names = (None, "a", "b", "", '"', '", "', "null", '["a", null, null]')
     spaces: dict[str | None, tuple] = {}
     for triple in itertools.product(names, repeat=3):
@@ -262,7 +253,7 @@ def test_different_triples_have_different_namespaces() -> None:
     assert None not in spaces
 
 
-def test_share_overrides_the_triple() -> None:
+def test_share_overrides_the_triple():
     assert shared_namespace("all", "adapter", "salt", "n") == ""
     assert shared_namespace("none", None, None, None) is None
 
@@ -270,7 +261,7 @@ def test_share_overrides_the_triple() -> None:
 @pytest.mark.parametrize(
     "content", ["a b", [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]]
 )
-def test_a_prediction_is_a_reference(content: Any) -> None:
+def test_a_prediction_is_a_reference(content):
     extra_args = {"another_plugin": 3}
     predicted = {**extra_args, PREDICTION: {"type": "content", "content": content}}
     assert parse_options(predicted, VOCAB) == RequestOptions(("a b",), is_predicted=True)
@@ -289,7 +280,7 @@ WRONG_PREDICTIONS: list[Any] = [
 
 
 @pytest.mark.parametrize("prediction", WRONG_PREDICTIONS)
-def test_a_wrong_prediction_is_refused_unless_all_options_are_ignored(prediction: Any) -> None:
+def test_a_wrong_prediction_is_refused_unless_all_options_are_ignored(prediction):
     with pytest.raises(OptionError, match=r"it must hold a text; write {\"type\": \"content\""):
         parse_options({PREDICTION: prediction}, VOCAB)
     server = LookaheadOptions(client_options="none")
@@ -297,7 +288,7 @@ def test_a_wrong_prediction_is_refused_unless_all_options_are_ignored(prediction
     assert parse_options(extra_args, VOCAB, server) == RequestOptions()
 
 
-def test_a_prediction_and_a_reference_exclude_each_other() -> None:
+def test_a_prediction_and_a_reference_exclude_each_other():
     prediction = {"type": "content", "content": "b"}
     for written in ({"lookahead_reference": "a"}, {"lookahead": {"reference": "a"}}):
         ((name, _),) = written.items()

@@ -23,19 +23,19 @@ def refused(given: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_every_option_has_allowed_values_and_every_proposer_a_class() -> None:
+def test_every_option_has_allowed_values_and_every_proposer_a_class():
     assert len(OPTIONS) <= 12 and list(ALLOWED) == OPTIONS
     assert set(PROPOSERS) <= CLASS_PATHS.keys()
 
 
-def test_options_round_trip_through_a_dict() -> None:
+def test_options_round_trip_through_a_dict():
     assert LookaheadOptions.from_dict({}) == LookaheadOptions()
     options = LookaheadOptions(num_speculative_tokens=32, share="all", budget=8)
     assert LookaheadOptions.from_dict(asdict(options)) == options
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_words_and_both_ends_of_a_range_are_allowed(name: str) -> None:
+def test_words_and_both_ends_of_a_range_are_allowed(name):
     allowed = ALLOWED[name]
     assert LookaheadOptions.from_dict({name: None}) == LookaheadOptions()
     for value in (*allowed.words, *(allowed.numbers or ())) or ["a.cache"]:
@@ -45,7 +45,7 @@ def test_words_and_both_ends_of_a_range_are_allowed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_misspelled_name_is_told(name: str) -> None:
+def test_a_misspelled_name_is_told(name):
     for given in (name[:-1], name.upper(), f"lookahead.{name}", name[:1] + name[2:]):
         assert refused({given: 1}).endswith(f"did you mean {name!r}?")
 
@@ -67,7 +67,7 @@ def test_a_misspelled_name_is_told(name: str) -> None:
         ("cache_path", "", "lookahead.cache"),
     ],
 )
-def test_a_wrong_value_is_told_what_to_write(name: str, given: Any, meant: Any) -> None:
+def test_a_wrong_value_is_told_what_to_write(name, given, meant):
     message = refused({name: given})
     assert message.startswith(f"{name}={given!r} was given, but it must be {ALLOWED[name]}; ")
     assert message.endswith(f"; write {json.dumps(meant)}, or leave {name} out")
@@ -78,7 +78,7 @@ def test_a_wrong_value_is_told_what_to_write(name: str, given: Any, meant: Any) 
     "given",
     [*("", "?\0", float("nan"), float("inf"), {}, [], [[]], object(), b"8", -1, 2**30), Path("a")],
 )
-def test_what_means_nothing_gets_one_sentence(name: str, given: Any) -> None:
+def test_what_means_nothing_gets_one_sentence(name, given):
     assert refused({name: given}).startswith(f"{name}=")
 
 
@@ -104,9 +104,7 @@ def test_what_means_nothing_gets_one_sentence(name: str, given: Any) -> None:
         ),
     ],
 )
-def test_the_error_says_what_was_given_what_is_allowed_and_what_to_write(
-    given: dict[str, Any], says: list[str]
-) -> None:
+def test_the_error_says_what_was_given_what_is_allowed_and_what_to_write(given, says):
     message = refused(given)
     assert all(part in message for part in says)
 
@@ -132,18 +130,14 @@ SHARING = {"share_with": "redis://:secret@h"}
         ({**SHARING, "share": "none"}, "share_with", "requests that learn from each other"),
     ],
 )
-def test_an_option_without_effect_is_refused(
-    given: dict[str, Any], option: str, missing: str
-) -> None:
+def test_an_option_without_effect_is_refused(given, option, missing):
     message = refused(given)
     assert message.startswith(f"{option} was given, but it has no effect without {missing}")
     assert message.endswith(f", or leave {option} out") and "secret" not in message
 
 
 @pytest.mark.parametrize("path", [".", "missing/a.cache", "sealed/a.cache"])
-def test_an_unwritable_cache_path_is_refused_at_start(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_path_is_refused_at_start(path, tmp_path, monkeypatch):
     (tmp_path / "sealed").mkdir()
     access = os.access
     # Root may write everywhere.
@@ -154,7 +148,7 @@ def test_an_unwritable_cache_path_is_refused_at_start(
         options.with_checked_cache()
 
 
-def test_cache_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_path_becomes_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for given in ("a.cache", "~/a.cache", str(tmp_path / "a.cache")):
@@ -176,9 +170,7 @@ def test_cache_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"proposer": "hybrid", "window_size": 0}, 7e9, 64, (0, 5)),
     ],
 )
-def test_auto_follows_the_papers_table_4(
-    given: dict[str, Any], parameters: float, length: int, window: tuple[int, int]
-) -> None:
+def test_auto_follows_the_papers_table_4(given, parameters, length, window):
     options = LookaheadOptions.from_dict(given).for_model(parameters)
     assert options.decoding_length == length
     assert options.window == window
@@ -197,8 +189,8 @@ def test_auto_follows_the_papers_table_4(
     ],
 )
 def test_auto_drafts_from_all_sources_where_tokens_are_nearly_free(
-    given: dict[str, Any], critical_length: int, proposer: str
-) -> None:
+    given, critical_length, proposer
+):
     options = LookaheadOptions.from_dict(given)
     assert options.for_step_cost(critical_length).proposer == proposer
 
@@ -214,5 +206,5 @@ def test_auto_drafts_from_all_sources_where_tokens_are_nearly_free(
         ({"proposer": "hybrid", "window_size": 7}, 64),
     ],
 )
-def test_auto_has_fewer_nodes_where_there_is_less_room(given: dict[str, Any], length: int) -> None:
+def test_auto_has_fewer_nodes_where_there_is_less_room(given, length):
     assert LookaheadOptions.from_dict(given).at_most(16).decoding_length == length

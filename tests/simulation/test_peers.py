@@ -27,7 +27,7 @@ def replayed(name: str, tmp_path: Path) -> tuple[float, float]:
     return entry["edl"], entry["nodes"]
 
 
-def test_prompt_lookup_drafts_what_followed_the_same_tokens(tmp_path: Path) -> None:
+def test_prompt_lookup_drafts_what_followed_the_same_tokens(tmp_path):
     # The prefill has made 10. Seven steps bring 11 to 15, 10 and 11: then two tokens repeat. Four
     # more steps of five tokens, and one of two.
     tokens, nodes = replayed("prompt_lookup", tmp_path)
@@ -62,9 +62,7 @@ class SuffixTree:
 
 
 @pytest.mark.parametrize("name", ["suffix", "suffix_trees"])
-def test_suffix_is_driven_as_vllm_does(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suffix_is_driven_as_vllm_does(name, tmp_path, monkeypatch):
     module: Any = ModuleType("arctic_inference.suffix_decoding")
     module.SuffixDecodingCache = SuffixTree
     monkeypatch.setitem(sys.modules, "arctic_inference", ModuleType("arctic_inference"))
@@ -73,7 +71,7 @@ def test_suffix_is_driven_as_vllm_does(
     assert tokens > 2.5 and nodes > 3
 
 
-def test_a_peer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_installed_is_refused(monkeypatch):
     for name in ("arctic_inference.suffix_decoding", "vllm.v1.spec_decode"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(OptionError, match="suffix: it needs arctic-inference: pip install"):
@@ -145,9 +143,7 @@ class SmallCorpus(SuffixV2):
     texts=st.lists(st.lists(st.integers(1, 3), min_size=6, max_size=30), min_size=2, max_size=12),
     most=st.integers(1, 8),
 )
-def test_suffix_v2_finds_what_a_search_of_everything_finds(
-    texts: list[list[int]], most: int
-) -> None:
+def test_suffix_v2_finds_what_a_search_of_everything_finds(texts, most):
     peer, answers = SmallCorpus(), []
     for text in texts:
         peer.start("one", text[:4])

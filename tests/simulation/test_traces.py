@@ -1,6 +1,5 @@
 """Recorded generations: read and filtered."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ def line(output: list[int], **more: Any) -> dict[str, Any]:
     return {"prompt_token_ids": [1, 2], "output_token_ids": output, **more}
 
 
-def test_traces_are_filtered_then_shuffled_then_limited(tmp_path: Path) -> None:
+def test_traces_are_filtered_then_shuffled_then_limited(tmp_path):
     lines = [line([i, i], suite="s", category="c", loops=i % 4 == 0) for i in range(20)]
     path = jsonl(tmp_path / "t.jsonl", line([5]), *lines, "")
 
@@ -46,12 +45,12 @@ def test_traces_are_filtered_then_shuffled_then_limited(tmp_path: Path) -> None:
         ({"turns": [line([1]), {}]}, r"t.jsonl, line 2, turn 2: `prompt_token_ids` must be a list"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, second: Any, message: str) -> None:
+def test_a_bad_line_is_named(tmp_path, second, message):
     with pytest.raises(TraceError, match=message):
         load_traces(jsonl(tmp_path / "t.jsonl", line([1, 2]), second))
 
 
-def test_the_turns_of_a_session_are_prompted_with_those_before_them(tmp_path: Path) -> None:
+def test_the_turns_of_a_session_are_prompted_with_those_before_them(tmp_path):
     turns = [
         {"prompt_token_ids": [1, 2], "output_token_ids": [3, 4]},
         {"prompt_token_ids": [5], "output_token_ids": [6], "category": "short"},
@@ -86,9 +85,7 @@ def chat(*contents: str) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in messages]}
 
 
-def test_the_chats_of_a_folder_are_sessions_without_those_that_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_chats_of_a_folder_are_sessions_without_those_that_go_on(tmp_path, capsys):
     """As in a log of requests, where each comes with the whole conversation."""
     whole, branch = chat("hi", "yes", "and", "no!"), chat("hi", "yes", "but", "why")
     (tmp_path / "b").mkdir()
@@ -104,7 +101,7 @@ def test_the_chats_of_a_folder_are_sessions_without_those_that_go_on(
         load_traces(tmp_path)
 
 
-def test_documents_and_answers_are_traces(tmp_path: Path) -> None:
+def test_documents_and_answers_are_traces(tmp_path):
     path = jsonl(tmp_path / "t.jsonl", {"prompt": "a", "response": "bc"}, {"text": "def"})
     traces = load_traces(path, renderer=Letters()).traces
     assert [(one.prompt.size, bytes(one.output.tolist())) for one in traces] == [

@@ -17,9 +17,11 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.attention.branching import branching_obstacle
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.messages import late_report
+from tests.support.proposers import record
 
 # Engines start and stop faster this way: vLLM's many garbage collections become one at the end of
 # an engine, model classes are inspected in this process, and the CPU platform's kernels replace
@@ -47,7 +49,14 @@ def _collect_garbage() -> None:
 MANY_STEPS = 10
 """So many steps without a verified node are no exception, as the first and the last ones are."""
 
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+
+def of_length(max_tokens: int, **sampling: Any) -> SamplingParams:
+    """For an answer of so many tokens; greedy unless `sampling` says how."""
+    given = dict(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    return SamplingParams(**{**given, **sampling})
+
+
+GREEDY = of_length(40)
 
 
 @contextmanager
@@ -87,7 +96,7 @@ def engine(
             nodes, steps = sum(verified), len(verified)
             if nodes or steps >= MANY_STEPS:
                 assert bool(nodes) == drafts, f"{nodes} nodes were verified in {steps} steps"
-        if lookahead is not None and is_inside and lookahead.get("proposer") != "failing":
+        if lookahead is not None and is_inside:
             assert not drafter_of(llm).counters.failures, "the proposer raised, see the log"
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -113,13 +122,15 @@ def _count_verified(scheduler: Any) -> list[int]:
 
 def generate(
     llm: LLM,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Any],
     params: SamplingParams | Sequence[SamplingParams] = GREEDY,
 ) -> list[list[list[int]]]:
-    """Token ids by prompt and answer; all requests are sent at once."""
-    outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=list(p)) for p in prompts], params, use_tqdm=False
-    )
+    """Token ids by prompt and answer; all requests are sent at once.
+
+    A prompt is a sequence of token ids or one of vLLM's dictionaries.
+    """
+    given = [p if isinstance(p, dict) else TokensPrompt(prompt_token_ids=list(p)) for p in prompts]
+    outputs = llm.generate(given, params, use_tqdm=False)
     return [[list(o.token_ids) for o in output.outputs] for output in outputs]
 
 
@@ -154,6 +165,19 @@ def generate_staggered(
         if reset_every and step % reset_every == 0:
             assert core.reset_prefix_cache(reset_running_requests=True)
     return [answers[i] for i in range(len(prompts))]
+
+
+def record_plain(
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    **settings: Any,
+) -> list[list[list[int]]]:
+    """Plain vLLM's answers, which the proposers of the tests know from now on."""
+    with engine(model, **settings) as llm:
+        answers = generate(llm, prompts, params)
+    record(prompts, answers)
+    return answers
 
 
 class Turn(NamedTuple):
@@ -199,6 +223,28 @@ def runner_of(llm: LLM) -> Any:
 def learn_last_step(llm: LLM) -> None:
     """Let the proposer learn the last tokens of all; else it does so in the next step."""
     runner_of(llm)._late.count()
+
+
+def launched_steps(llm: LLM) -> list[Any]:
+    """Will hold the steps that are launched from now on."""
+    late, launched = runner_of(llm)._late, []
+    add_step = late.add_step
+    late.add_step = lambda step: launched.append(step) or add_step(step)
+    return launched
+
+
+def grown_forests(llm: LLM) -> list[DraftForest]:
+    """Will hold the drafts of each step from now on, as they are grown."""
+    late, found = runner_of(llm)._late, []
+    grow = late.grow
+
+    def grow_and_note(*args: Any) -> Any:
+        drafts = grow(*args)
+        found.append(drafts.forest)
+        return drafts
+
+    late.grow = grow_and_note
+    return found
 
 
 def obstacle_of(llm: LLM) -> str | None:

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from lookahead_vllm.engine.attention import gpu as gpu_attention
 from lookahead_vllm.engine.runner.graph_runner import GraphRunner
 from lookahead_vllm.engine.workers import cpu as cpu_worker
-from tests.support import recorded_graphs
+from tests.support import recorded_graphs, torch_pages
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
 
@@ -52,34 +52,15 @@ class _Impl(CPUAttentionBackendImpl):
 
     def _over_pages(self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor,
                     metadata: Any, is_causal: bool) -> torch.Tensor:  # fmt: skip
-        """Attend; returns the log of the sums of the weights, [heads, rows]."""
-        lse = torch.full((self.num_heads, len(query)), -torch.inf)
-        starts, size = metadata.query_start_loc.tolist(), kv_cache.shape[2]
-        for row, length in enumerate(metadata.schedule.tolist()):
-            own = slice(starts[row], starts[row + 1])
-            if not (rows := own.stop - own.start):
-                continue
-            slots = torch.arange(length)
-            blocks = metadata.block_table[row, slots // size].long()
-            kv = kv_cache[blocks, :, slots % size].transpose(0, 1)
-            kv = kv.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
-            keys, values = kv.split(self.head_size, dim=-1)
-            scores = query[own].transpose(0, 1) @ keys.transpose(1, 2) * self.scale
-            if is_causal:
-                is_later = slots[None] > (length - rows + torch.arange(rows))[:, None]
-                scores.masked_fill_(is_later, -torch.inf)
-            lse[:, own] = scores.logsumexp(-1)
-            result = scores.softmax(-1) @ values
-            output.view(len(output), self.num_heads, -1)[own] = result.transpose(0, 1)
-        return lse
+        return torch_pages.attend(
+            query, kv_cache, metadata.query_start_loc, metadata.schedule, metadata.block_table,
+            self.scale, is_causal, output.view(len(output), self.num_heads, -1),
+        )  # fmt: skip
 
 
 def _write(key: Any, value: Any, kv_cache: torch.Tensor, metadata: Any) -> None:
-    count = metadata.num_actual_tokens
-    slots, size = metadata.slot_mapping[:count], kv_cache.shape[2]
-    used = slots >= 0
-    places = slots[used] // size, slice(None), slots[used] % size
-    kv_cache[places] = torch.cat([key[:count][used], value[:count][used]], dim=-1)
+    slots = metadata.slot_mapping[: metadata.num_actual_tokens]
+    torch_pages.write(torch.cat([key, value], dim=-1), slots, kv_cache)
 
 
 class TorchImpl(gpu_attention._TreeImpl, _Impl):

@@ -104,10 +104,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         norm_eps=1e-6,
         # Without scaling, vLLM 0.32's rotation on CPU reads past the stride of a key.
         rope_parameters=dict(
-            rope_type="yarn",
-            factor=4.0,
-            original_max_position_embeddings=128,
-            rope_theta=10000.0,
+            rope_type="yarn", factor=4.0, original_max_position_embeddings=128, rope_theta=10000.0
         ),
     ),
     "qwen3_next": dict(

@@ -19,11 +19,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 COMMON: dict[str, Any] = dict(
-    vocab_size=128,
-    eos_token_id=1,
-    bos_token_id=0,
-    pad_token_id=2,
-    tie_word_embeddings=False,
+    vocab_size=128, eos_token_id=1, bos_token_id=0, pad_token_id=2, tie_word_embeddings=False
 )
 ROTARY: dict[str, Any] = dict(
     COMMON,
@@ -44,6 +40,17 @@ DIVIDED: dict[str, Any] = {k: v for k, v in ROTARY.items() if k != "head_dim"} |
 # The windows are far shorter than the outputs of the tests.
 WINDOW = dict(sliding_window=24)
 ALTERNATING = dict(WINDOW, layer_types=["sliding_attention", "full_attention"])
+GEMMA = dict(ROTARY, hidden_activation="gelu_pytorch_tanh")
+SHARED_KV: dict[str, Any] = dict(
+    WINDOW,
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=128,
+)
+SCALED = dict(scale_emb=12, scale_depth=1.4, dim_model_base=64)
+LOCAL_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 LATENT = dict(
     # vLLM compiles its CPU kernel for these sizes.
@@ -83,9 +90,7 @@ TINY: dict[str, dict[str, Any]] = {
         no_rope_layers=[1, 0],
     ),
     "mistral_window": dict(ROTARY, **WINDOW, architecture="MistralForCausalLM"),
-    "mixtral": dict(
-        ROTARY, architecture="MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2
-    ),
+    "mixtral": dict(ROTARY, **LOCAL_EXPERTS, architecture="MixtralForCausalLM"),
     "qwen2": dict(DIVIDED, architecture="Qwen2ForCausalLM"),
     "qwen2_moe": dict(
         DIVIDED,
@@ -115,48 +120,34 @@ TINY: dict[str, dict[str, Any]] = {
     ),
     "qwen3": dict(ROTARY, architecture="Qwen3ForCausalLM"),
     "gemma2_soft_cap": dict(
-        ROTARY,
+        GEMMA,
         **ALTERNATING,
         architecture="Gemma2ForCausalLM",
-        hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=32,
         attn_logit_softcapping=5.0,
         final_logit_softcapping=30.0,
     ),
     "gemma3_alternating": dict(
-        ROTARY,
+        GEMMA,
         **ALTERNATING,
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
-        hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=32,
     ),
     "gemma3n_shared_kv": dict(
-        ROTARY,
-        **WINDOW,
+        GEMMA,
+        **SHARED_KV,
         architecture="Gemma3nForCausalLM",
         model_type="gemma3n_text",
-        hidden_activation="gelu_pytorch_tanh",
-        num_hidden_layers=4,
-        num_kv_shared_layers=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
         activation_sparsity_pattern=[0.0] * 4,
-        vocab_size_per_layer_input=128,
-        hidden_size_per_layer_input=16,
         laurel_rank=8,
     ),
     "gemma4_long_heads": dict(
-        ROTARY,
-        **WINDOW,
+        GEMMA,
+        **SHARED_KV,
         architecture="Gemma4ForCausalLM",
         model_type="gemma4_text",
-        hidden_activation="gelu_pytorch_tanh",
         global_head_dim=512,
-        num_hidden_layers=4,
-        num_kv_shared_layers=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        hidden_size_per_layer_input=16,
-        vocab_size_per_layer_input=128,
     ),
     "gpt2": dict(
         COMMON,
@@ -167,13 +158,7 @@ TINY: dict[str, dict[str, Any]] = {
         n_head=2,
         n_positions=512,
     ),
-    "gpt_oss_sinks": dict(
-        ROTARY,
-        **ALTERNATING,
-        architecture="GptOssForCausalLM",
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
+    "gpt_oss_sinks": dict(ROTARY, **ALTERNATING, **LOCAL_EXPERTS, architecture="GptOssForCausalLM"),
     "opt": dict(
         COMMON,
         architecture="OPTForCausalLM",
@@ -185,11 +170,7 @@ TINY: dict[str, dict[str, Any]] = {
         max_position_embeddings=512,
     ),
     "bloom_alibi": dict(
-        COMMON,
-        architecture="BloomForCausalLM",
-        n_layer=2,
-        hidden_size=64,
-        n_head=2,
+        COMMON, architecture="BloomForCausalLM", n_layer=2, hidden_size=64, n_head=2
     ),
     "chatglm": dict(
         COMMON,
@@ -214,25 +195,16 @@ TINY: dict[str, dict[str, Any]] = {
     "internlm3": dict(
         DIVIDED, architecture="InternLM3ForCausalLM", model_type="llama", bias=False, qkv_bias=True
     ),
-    "minicpm": dict(
-        DIVIDED,
-        architecture="MiniCPMForCausalLM",
-        model_type="llama",
-        scale_emb=12,
-        scale_depth=1.4,
-        dim_model_base=64,
-    ),
+    "minicpm": dict(DIVIDED, **SCALED, architecture="MiniCPMForCausalLM", model_type="llama"),
     "minicpm3": dict(
         DIVIDED | dict(num_key_value_heads=4),
+        **SCALED,
         architecture="MiniCPM3ForCausalLM",
         q_lora_rank=32,
         kv_lora_rank=32,
         qk_nope_head_dim=32,
         qk_rope_head_dim=32,
         v_head_dim=32,
-        scale_emb=12,
-        scale_depth=1.4,
-        dim_model_base=64,
     ),
     "phi": dict(DIVIDED, architecture="PhiForCausalLM", hidden_act="gelu_new"),
     "phi3_window_long_rope": dict(

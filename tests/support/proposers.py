@@ -2,15 +2,14 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.proposers.proposer import TextByText
 from lookahead_vllm.draft.proposers.registry import CLASS_PATHS
 from lookahead_vllm.draft.proposers.stepping import DraftLimits
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree
+from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.options.allowed import Allowed
 from lookahead_vllm.options.server import ALLOWED, LookaheadOptions
 
@@ -187,23 +186,6 @@ class Malformed(TestProposer):
         return DraftTree.chain(list(np.arange(n + 4) % VOCAB))
 
 
-class Failing(AlwaysRight):
-    """Right drafts, but every third step it raises while it learns, every third while it drafts."""
-
-    calls = 0
-
-    def draft(self, *args: Any) -> tuple[DraftForest, Int64s]:
-        drafts = super().draft(*args)
-        self.calls += 1
-        if self.calls % 3 == 2:
-            raise RuntimeError("cannot draft")
-        return drafts
-
-    def learn(self) -> None:
-        if self.calls % 3 == 1:
-            raise RuntimeError("cannot learn")
-
-
 TEST_PROPOSERS = dict(
     hidden_path=f"{__name__}.HiddenPath",
     always_right=f"{__name__}.AlwaysRight",
@@ -211,7 +193,6 @@ TEST_PROPOSERS = dict(
     planned=f"{__name__}.Planned",
     recorder=f"{__name__}.Recorder",
     malformed=f"{__name__}.Malformed",
-    failing=f"{__name__}.Failing",
 )
 CLASS_PATHS.update(TEST_PROPOSERS)
 ALLOWED["proposer"] = Allowed((*ALLOWED["proposer"].words, *TEST_PROPOSERS))

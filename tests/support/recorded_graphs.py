@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
 )
 from torch.utils._pytree import tree_leaves
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from lookahead_vllm.engine.cpu_kernels.table import CPUKernel
@@ -100,6 +101,23 @@ def _capturing(graph: RecordedGraph, *args: Any, **kwargs: Any) -> Iterator[None
         yield
     finally:
         _captured.pop()
+
+
+def config_of(mode: CUDAGraphMode, sizes: list[int], max_num_seqs: int) -> Any:
+    """The part of vLLM's config that its managers of CUDA graphs read."""
+    compilation = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE,
+        cudagraph_mode=mode,
+        cudagraph_capture_sizes=sizes,
+        max_cudagraph_capture_size=sizes[-1],
+    )
+    return SimpleNamespace(
+        compilation_config=compilation,
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        speculative_config=None,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
 
 
 forward_context = SimpleNamespace(attn_metadata=None)

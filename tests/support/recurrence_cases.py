@@ -12,6 +12,8 @@ from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.devices import module_for
 from lookahead_vllm.verify.recurrence import StateRows
 
+SLOTS = 80
+
 Inputs = tuple[Tensor, ...]
 """What a layer gets for each of n rows."""
 
@@ -52,7 +54,6 @@ def random_step(
     seed: int,
     sizes: list[int],
     columns: int = 9,
-    slots: int = 80,
     paddings: int = 1,
     chains: bool = False,
     branches: bool = False,
@@ -67,7 +68,7 @@ def random_step(
         for tree in parents:
             tree[2:3] = [0] * len(tree[2:3])
     count = len(sizes) + paddings
-    own = rng.permutation(np.arange(1, slots))[: count * columns].reshape(count, columns)
+    own = rng.permutation(np.arange(1, SLOTS))[: count * columns].reshape(count, columns)
     own[len(sizes) :] = 0
     table = np.full((count + 1, columns + 3), 10**6)  # ours is a part of vLLM's block table
     table[:count, :columns] = own
@@ -107,9 +108,9 @@ class _States:
         return recurrence.StateMover([cache], [], 4)
 
 
-def _cache(slots: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Slots with other data between them, as in vLLM's pages."""
-    return torch.randn(slots, 2, *shape).to(dtype)[:, 1]
+    return torch.randn(SLOTS, 2, *shape).to(dtype)[:, 1]
 
 
 class Mamba2(_States):
@@ -118,7 +119,6 @@ class Mamba2(_States):
         seed: int,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype = torch.float32,
-        slots: int = 80,
         sizes: tuple[int, int, int, int] = (4, 2, 6, 20),
     ) -> None:
         torch.manual_seed(seed)
@@ -126,7 +126,7 @@ class Mamba2(_States):
         self.dtype = dtype
         self.A, self.D = -torch.rand(self.heads) - 0.1, torch.randn(self.heads)
         self.dt_bias = torch.randn(self.heads).to(dtype)
-        self.cache = _cache(slots, (self.heads, self.dim, self.dstate), cache_dtype)
+        self.cache = _cache((self.heads, self.dim, self.dstate), cache_dtype)
 
     def draw(self, rows: int) -> Inputs:
         """x, B and C are parts of one tensor, as after vLLM's convolution."""
@@ -168,7 +168,6 @@ class GatedDelta(_States):
         seed: int,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype = torch.float32,
-        slots: int = 80,
         sizes: tuple[int, int, int, int] = (1, 2, 40, 36),
     ) -> None:
         torch.manual_seed(seed)
@@ -177,7 +176,7 @@ class GatedDelta(_States):
         self.A_log, self.dt_bias = torch.randn(self.heads), torch.randn(self.heads).to(dtype)
         self.keys_first = module_for("recurrence", torch.device("cpu")).KEYS_FIRST
         shape = (self.key_size, self.value_size)[:: 1 if self.keys_first else -1]
-        self.cache = _cache(slots, (self.heads, *shape), cache_dtype)
+        self.cache = _cache((self.heads, *shape), cache_dtype)
 
     def draw(self, rows: int) -> Inputs:
         """q, k and v are parts of one tensor, as after vLLM's convolution."""
@@ -217,9 +216,7 @@ class Convolution:
         seed: int,
         dtype: torch.dtype = torch.float32,
         cache_dtype: torch.dtype = torch.float32,
-        slots: int = 80,
         dim: int = 300,
-        entries: int = 14,
     ) -> None:
         torch.manual_seed(seed)
         self.width = (4, 3, 2)[seed % 3]
@@ -227,8 +224,8 @@ class Convolution:
         self.weight = torch.randn(dim, self.width).to(dtype)
         self.bias = torch.randn(dim).to(dtype) if seed % 4 < 2 else None
         is_dim_first = seed % 2
-        shape = (dim, entries) if is_dim_first else (entries, dim)
-        self.cache = _cache(slots, shape, cache_dtype)
+        shape = (dim, 14) if is_dim_first else (14, dim)
+        self.cache = _cache(shape, cache_dtype)
         if not is_dim_first:
             self.cache = self.cache.transpose(1, 2)
 

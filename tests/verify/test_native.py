@@ -43,7 +43,7 @@ def choose_compiler(script: str, folder: Path, patch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("quick_build")
-def test_a_damaged_build_is_rebuilt(folder: Path) -> None:
+def test_a_damaged_build_is_rebuilt(folder):
     compiler = native.find_compiler()
     assert compiler is not None
     path = folder / f"verify-{native._fingerprint(compiler)}.so"
@@ -54,7 +54,7 @@ def test_a_damaged_build_is_rebuilt(folder: Path) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are for x86")
 @pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f", "-march=x86-64"])
-def test_builds_for_older_processors_are_exact(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builds_for_older_processors_are_exact(flag, monkeypatch):
     monkeypatch.setattr(native, "_FLAGS", [*native._FLAGS, "-O1", flag])
     trees = [random_tree(np.random.default_rng(4), 17), DraftTree.chain(range(3))]
     options = {"window": 150, "alibi": True, "soft_cap": 30.0, "sinks": True, "nan_node": True}
@@ -63,9 +63,7 @@ def test_builds_for_older_processors_are_exact(flag: str, monkeypatch: pytest.Mo
         AttentionCase(trees, [300, 5], head_size=64, dtype=dtype, **options).check()
 
 
-def test_without_a_compiler_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(native.KernelError, match="there is no C\\+\\+ compiler; install g\\+\\+"):
@@ -82,9 +80,7 @@ def test_without_a_compiler_the_error_says_what_to_install(
         ("exit 0", "file too short"),
     ],
 )
-def test_an_unusable_compiler_is_named(
-    script: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_compiler_is_named(script, says, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "_MAX_SECONDS", 3)
     choose_compiler(script, tmp_path, monkeypatch)
     with pytest.raises(native.KernelError) as error:
@@ -94,7 +90,7 @@ def test_an_unusable_compiler_is_named(
 
 
 @pytest.mark.usefixtures("quick_build")
-def test_a_compiler_may_print_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_may_print_any_bytes(tmp_path, monkeypatch):
     prints = r'printf "\244\242" | tee /dev/stderr'
     choose_compiler(f'{prints}; exec {native.find_compiler()} "$@"', tmp_path, monkeypatch)
     native.load()
@@ -109,9 +105,7 @@ except native.KernelError as error:
 """
 
 
-def test_its_messages_can_be_printed_in_an_ascii_locale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_messages_can_be_printed_in_an_ascii_locale(tmp_path, monkeypatch):
     choose_compiler('echo "no ‘file’" >&2; [ "$1" = --version ]', tmp_path, monkeypatch)
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     result = subprocess.run(

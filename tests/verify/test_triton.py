@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-def test_triton_under_its_interpreter() -> None:
+def test_triton_under_its_interpreter():
     """Triton asks for the interpreter when it is imported."""
     pytest.importorskip("triton")
     done = subprocess.run(

@@ -61,13 +61,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
     ],
     ids=str,
 )
-def test_tree_attention_fits_and_does_not_spill(
-    capability: int,
-    nodes: int,
-    context: int,
-    options: dict[str, Any],
-    launches: dict[str, Launches],
-) -> None:
+def test_tree_attention_fits_and_does_not_spill(capability, nodes, context, options, launches):
     tree = random_tree(np.random.default_rng(0), nodes)
     case = PagedAttentionCase(
         [tree], [context], **{"dtype": torch.bfloat16, "head_size": 128, "heads": 8, **options}
@@ -88,9 +82,7 @@ def test_tree_attention_fits_and_does_not_spill(
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
 @pytest.mark.parametrize("context", [100, 4000])
-def test_latent_attention_fits_and_does_not_spill(
-    capability: int, context: int, launches: dict[str, Launches]
-) -> None:
+def test_latent_attention_fits_and_does_not_spill(capability, context, launches):
     tree = random_tree(np.random.default_rng(0), 16)
     LatentCase([tree], [context], 16, 512, 64, 64, torch.bfloat16).run("triton")
     compiled = launches["_attend_latents"].compile(capability)
@@ -133,15 +125,15 @@ def _run_layers() -> None:
     sizes = {"mamba2": (8, 2, 64, 128), "gated_delta": (2, 4, 128, 128)}
     for kind, make in LAYERS.items():
         options = {"sizes": sizes[kind]} if kind in sizes else {}
-        layer = make(0, torch.bfloat16, torch.float32, slots=30, **options)
-        step = random_step(0, [5], slots=30)
+        layer = make(0, torch.bfloat16, torch.float32, **options)
+        step = random_step(0, [5])
         layer.run(layer.cache, layer.draw(step.num_rows), step.trees())
         one = torch.ones(1)
         layer.mover(layer.cache).commit(step.columns, torch.zeros(1, 3), one, one)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_no_other_kernel_spills(capability: int, launches: dict[str, Launches]) -> None:
+def test_no_other_kernel_spills(capability, launches):
     calls: tuple[Callable[[], object], ...] = (
         *(_move, _place, _change_logits, _run_layers),
         lambda: walk(*test_walk.random_case(0, 3, 100).tensors()),
@@ -157,7 +149,7 @@ def test_no_other_kernel_spills(capability: int, launches: dict[str, Launches]) 
             assert "bar.sync" in compiled.asm["ptx"], name  # they wait for their stores
 
 
-def test_nothing_is_compiled_while_serving(launches: dict[str, Launches]) -> None:
+def test_nothing_is_compiled_while_serving(launches):
     """The batches of the warm-up need every specialisation that later batches need."""
     from lookahead_vllm.verify.attention.triton import empty_batches
 

@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.budget.allot import is_worth_waiting
-from lookahead_vllm.draft.budget.cost import (
-    MEMORY_SECONDS,
-    CostCurve,
-    Load,
-    StepCost,
-    StepWork,
-)
+from lookahead_vllm.draft.budget.cost import MEMORY_SECONDS, CostCurve, Load, StepCost, StepWork
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from tests.support.allotment import allot
 
@@ -46,20 +40,6 @@ def test_noise_never_makes_more_tokens_cheaper():
 def test_the_critical_decoding_length_is_the_last_that_costs_little_more_than_one_token():
     assert CPU.critical_decoding_length == 7
     assert CostCurve([1], [7]).critical_decoding_length == 1
-
-
-def test_below_the_critical_decoding_length_every_node_is_sent():
-    assert sizes([[0.5, 0.1], [0.02]], FLAT) == [2, 1]
-
-
-def test_a_node_that_gains_less_than_it_costs_is_not_sent():
-    assert sizes([[0.2, 0.1]], CostCurve([1, 2], [1, 2])) == [0]
-    others = [[]] * 62
-    assert sizes([[0.5], [0.99], *others], CPU)[:2] == [0, 1]
-
-
-def test_nodes_go_to_the_request_that_gains_most():
-    assert sizes([[0.95, 0.9, 0.85, 0.8], [0.1, 0.05]], CPU) == [4, 0]
 
 
 def test_a_prompt_makes_nodes_dearer_but_its_own_time_is_not_charged_to_drafts():
@@ -137,10 +117,6 @@ def test_devices_that_share_a_tree_send_more_nodes():
 
 def test_no_requests_get_no_nodes():
     assert sizes([], CPU) == []
-
-
-def test_an_empty_tree_stays_empty():
-    assert sizes([[], [0.9]], CPU) == [0, 1]
 
 
 def work(tokens, requests=1, context=100):

@@ -8,12 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
-from lookahead_vllm.draft.budget.cost import (
-    CostCurve,
-    Load,
-    StepCost,
-    StepWork,
-)
+from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost, StepWork
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from tests.support.allotment import allot
 
@@ -95,12 +90,6 @@ def test_prompts_and_large_batches_run_outside_the_graphs():
         assert given.forward.tolist() == expected.forward.tolist()
         assert given.captured is expected.captured is False
     assert kept(rows, cost, Load(prefill=100)).forest.sizes.sum() > 0
-
-
-def test_attention_still_costs_within_a_plateau():
-    cost = StepCost(OUTSIDE, causal=1e-3, trees=1e-3, captured=GPU)
-    forest = forest_of([0.5, 0.4], [0.5, 0.4])
-    assert allot(forest, np.array([10, 5000]), cost, Load()).forest.sizes.tolist() == [2, 0]
 
 
 def test_nodes_that_fill_the_plateau_are_grown_again():

@@ -35,15 +35,13 @@ def judged(accepted: int, seconds: float) -> bool:
     ("accepted", "gained"),
     [(0, 0), (1, 0), (2, 0), (3, 1), (4, 2)],  # the first node comes with the first pass
 )
-def test_tokens_that_follow_from_the_chain_are_weighed_against_its_time(
-    accepted: int, gained: int
-) -> None:
+def test_tokens_that_follow_from_the_chain_are_weighed_against_its_time(accepted, gained):
     worth = gained / (3 + accepted - gained)
     assert judged(accepted, 0.99 * worth + 0.001 * (gained > 0)) is True
     assert judged(accepted, 1.01 * worth + 0.001) is False
 
 
-def test_after_a_while_the_whole_chain_is_tried_again() -> None:
+def test_after_a_while_the_whole_chain_is_tried_again():
     worth = ChainWorth(1.0)
     none = np.full((2, 4), -1, np.int32)
     decided = []
@@ -77,9 +75,7 @@ def waits(worth: TrieWorth, tokens: list[list[int]], steps: int, seconds: float)
         ([[1, 2, 3, 4], [-1, -1, -1, -1], [5, 6, 7, 8]], 5),
     ],
 )
-def test_tokens_that_the_chain_would_not_have_given_are_weighed_against_waiting(
-    tokens: list[list[int]], gained: int
-) -> None:
+def test_tokens_that_the_chain_would_not_have_given_are_weighed_against_waiting(tokens, gained):
     emitted = sum(token >= 0 for row in tokens for token in row)
     worth = gained / (emitted - gained)
     if gained:
@@ -88,7 +84,7 @@ def test_tokens_that_the_chain_would_not_have_given_are_weighed_against_waiting(
     assert decided == [True] * TRIAL_STEPS + [False] * SILENT_STEPS
 
 
-def test_a_silent_trie_is_asked_now_and_then() -> None:
+def test_a_silent_trie_is_asked_now_and_then():
     worth, silent = TrieWorth(), [[7, 8, 9, 1], [7, 8, 1, -1], [4, -1, -1, -1]]
     waits(worth, silent, TRIAL_STEPS + SILENT_STEPS, 0.05)
     decided = waits(worth, silent, PROBE_STEPS + SILENT_STEPS, 0.05)

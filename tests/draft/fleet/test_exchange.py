@@ -102,7 +102,7 @@ def engines(server: RedisServer) -> Iterator[Callable[..., Engine]]:
         yield make
 
 
-def test_an_answer_of_one_is_drafted_by_another(engines: Callable[..., Engine]) -> None:
+def test_an_answer_of_one_is_drafted_by_another(engines):
     first, second = engines(), engines()
     first.answer()
     assert second.learns()
@@ -114,16 +114,14 @@ def test_an_answer_of_one_is_drafted_by_another(engines: Callable[..., Engine]) 
     assert first.exchange.traffic.learned == second.exchange.traffic.published == 0
 
 
-def test_a_later_member_starts_from_the_tail(engines: Callable[..., Engine]) -> None:
+def test_a_later_member_starts_from_the_tail(engines):
     first = engines()
     first.answer()
     assert wait(lambda: first.exchange.traffic.published > 0)
     assert engines().learns()
 
 
-def test_namespaces_models_and_requests_that_share_nothing_stay_apart(
-    engines: Callable[..., Engine], server: RedisServer
-) -> None:
+def test_namespaces_models_and_requests_that_share_nothing_stay_apart(engines, server):
     first, second = engines(), engines()
     other_model = engines("lookahead:other")
     first.answer(namespace="team-a")
@@ -141,9 +139,7 @@ def _streams(server: RedisServer) -> list[bytes]:
     return [key for key in server.client().scan_iter() if not key.endswith(b":news")]
 
 
-def test_streams_are_trimmed_and_expire(
-    engines: Callable[..., Engine], server: RedisServer
-) -> None:
+def test_streams_are_trimmed_and_expire(engines, server):
     engine = engines(max_entries=1)
     for _ in range(300):  # Redis trims whole nodes of a hundred entries
         engine.answer()
@@ -156,12 +152,7 @@ def test_streams_are_trimmed_and_expire(
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff" * 8, b"\0" * 4000, b"x" * (2 << 20)])
-def test_garbage_in_a_stream_is_refused(
-    garbage: bytes,
-    engines: Callable[..., Engine],
-    server: RedisServer,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_garbage_in_a_stream_is_refused(garbage, engines, server, caplog):
     first, second = engines(), engines()
     assert wait(lambda: second.exchange._news_position is not None)
     client, digest = server.client(), digest_of("")
@@ -178,9 +169,7 @@ def test_garbage_in_a_stream_is_refused(
     assert len(refused) == 2  # one of each member
 
 
-def test_a_server_that_is_killed_ten_times_costs_two_lines_each(
-    engines: Callable[..., Engine], server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_is_killed_ten_times_costs_two_lines_each(engines, server, caplog):
     caplog.set_level(logging.INFO, logger=exchange_module.logger.name)
     first, second = engines(), engines()
     for _ in range(10):
@@ -196,9 +185,7 @@ def test_a_server_that_is_killed_ten_times_costs_two_lines_each(
     assert 2 <= len(lost) <= 20 and len(found) == len(lost)
 
 
-def test_no_step_waits_for_a_server_that_hangs(
-    engines: Callable[..., Engine], server: RedisServer
-) -> None:
+def test_no_step_waits_for_a_server_that_hangs(engines, server):
     first, second = engines(), engines()
     first.answer()
     assert second.learns()
@@ -214,9 +201,7 @@ def test_no_step_waits_for_a_server_that_hangs(
     assert time.monotonic() - start < 3
 
 
-def test_what_waits_for_a_missing_server_is_bounded(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_for_a_missing_server_is_bounded(server, monkeypatch):
     monkeypatch.setattr("lookahead_vllm.draft.fleet.member.MAX_UNSENT_TOKENS", 1000)
     server.kill()
     engine = Engine(server.url)
@@ -240,9 +225,7 @@ def test_what_waits_for_a_missing_server_is_bounded(
     ("setting", "reason"),
     [(("--maxmemory", "1"), "OutOfMemory"), (("--requirepass", "secret"), "Authentication")],
 )
-def test_a_server_that_refuses_is_named_once(
-    setting: tuple[str, str], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_refuses_is_named_once(setting, reason, tmp_path, caplog):
     server = RedisServer(tmp_path, *setting)
     engine = Engine(server.url)
     for _ in range(5):
@@ -269,8 +252,8 @@ def server_with_rights(
 
 
 def test_a_user_from_the_environment_needs_only_the_rights_that_are_documented(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     server = server_with_rights(tmp_path, monkeypatch, RIGHTS)
     first, second = Engine(server.url), Engine(server.url)
     first.answer()
@@ -282,8 +265,8 @@ def test_a_user_from_the_environment_needs_only_the_rights_that_are_documented(
 
 @pytest.mark.parametrize("missing", RIGHTS)
 def test_a_right_that_is_missing_is_named_and_what_was_shared_is_counted(
-    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    missing, tmp_path, monkeypatch, caplog
+):
     rights = [right for right in RIGHTS if right != missing]
     server = server_with_rights(tmp_path, monkeypatch, rights)
     engine = Engine(server.url)
@@ -301,9 +284,7 @@ def test_a_right_that_is_missing_is_named_and_what_was_shared_is_counted(
     assert traffic.dropped == (len(ANSWER) if missing == "xadd" else 0)
 
 
-def test_a_restarted_member_goes_on_where_its_cache_was_saved(
-    engines: Callable[..., Engine],
-) -> None:
+def test_a_restarted_member_goes_on_where_its_cache_was_saved(engines):
     first, second = engines(), engines()
     first.answer()
     assert wait(lambda: second.exchange.traffic.learned == len(ANSWER))
@@ -317,9 +298,7 @@ def test_a_restarted_member_goes_on_where_its_cache_was_saved(
     assert restarted.exchange.traffic.learned == len(ANSWER)
 
 
-def test_a_restarted_member_does_not_learn_its_own_answers_again(
-    engines: Callable[..., Engine], server: RedisServer
-) -> None:
+def test_a_restarted_member_does_not_learn_its_own_answers_again(engines, server):
     """Nobody else has written to the streams."""
     first, digest = engines(), digest_of("team-a")
     for messages in range(1, 4):
@@ -336,9 +315,7 @@ def test_a_restarted_member_does_not_learn_its_own_answers_again(
     assert restarted.exchange.traffic.learned == 0
 
 
-def test_a_key_that_is_no_stream_stops_only_its_namespace(
-    engines: Callable[..., Engine], server: RedisServer
-) -> None:
+def test_a_key_that_is_no_stream_stops_only_its_namespace(engines, server):
     server.client().set(f"lookahead:test:{digest_of('evil')}", b"x")
     first, second = engines(), engines()
     second.drafts("evil")
@@ -377,9 +354,7 @@ def primary_and_replica(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisServ
 
 
 @pytest.mark.parametrize("fate", ["becomes a replica", "lives on as a primary", "hangs"])
-def test_members_follow_an_address_to_another_server(
-    fate: str, primary_and_replica: tuple[RedisServer, RedisServer], tmp_path: Path
-) -> None:
+def test_members_follow_an_address_to_another_server(fate, primary_and_replica, tmp_path):
     old, new = primary_and_replica
     address = tmp_path / "address"
     address.symlink_to(old.path)
@@ -400,9 +375,7 @@ def test_members_follow_an_address_to_another_server(
     second.exchange.close()
 
 
-def test_members_share_when_their_server_is_promoted(
-    engines: Callable[..., Engine], server: RedisServer
-) -> None:
+def test_members_share_when_their_server_is_promoted(engines, server):
     server.client().replicaof("127.0.0.1", "1")
     first, second = engines(), engines()
     first.answer()
@@ -419,9 +392,7 @@ def set_clock_ahead(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("event", ["emptied", "restarted", "restored"])
-def test_positions_of_another_clock_are_forgotten(
-    event: str, engines: Callable[..., Engine], server: RedisServer
-) -> None:
+def test_positions_of_another_clock_are_forgotten(event, engines, server):
     first, second = engines(), engines()
     first.answer()
     assert second.learns()
@@ -443,9 +414,7 @@ def test_positions_of_another_clock_are_forgotten(
     assert second.exchange.traffic.lag_seconds == pytest.approx(0, abs=5)
 
 
-def test_positions_in_a_cache_file_count_only_if_their_messages_are_there(
-    engines: Callable[..., Engine], server: RedisServer
-) -> None:
+def test_positions_in_a_cache_file_count_only_if_their_messages_are_there(engines, server):
     first, second = engines(), engines()
     first.answer()
     assert second.learns()

@@ -35,7 +35,7 @@ def ngrams_of(proposer: NGramTrieProposer) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("steps_between", [1, 4, 1000])
-def test_the_n_grams_of_both_members_are_equal(steps_between: int) -> None:
+def test_the_n_grams_of_both_members_are_equal(steps_between):
     """Requests of two namespaces run side by side, end, and others get their rows."""
     rng = np.random.default_rng(3)
     here, there = make_proposer(), make_proposer()
@@ -73,7 +73,7 @@ def test_the_n_grams_of_both_members_are_equal(steps_between: int) -> None:
     assert ngrams_of(here) == ngrams_of(there)
 
 
-def test_long_pieces_become_several_messages_and_too_long_ones_none() -> None:
+def test_long_pieces_become_several_messages_and_too_long_ones_none():
     sizes = np.array([1000] * 300 + [MAX_MESSAGE_BYTES // 4 + 1])
     pieces = Pieces(
         np.arange(len(sizes) * NUM_HASHES, dtype=np.uint64).reshape(-1, NUM_HASHES),
@@ -89,9 +89,8 @@ def test_long_pieces_become_several_messages_and_too_long_ones_none() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 3, 4, 11, -1])
-def test_a_message_that_is_cut_or_extended_is_refused(cut: int) -> None:
-    pieces = Pieces(np.ones((2, NUM_HASHES), np.uint64), np.array([2, 1]), np.arange(3, dtype="i4"))
-    (message,) = messages_of(pieces)
+def test_a_message_that_is_cut_or_extended_is_refused(cut):
+    (message,) = messages_of(PIECES)
     assert unpack(message, 3).tokens.tolist() == [0, 1, 2]
     for wrong in (message[:cut], message + b"\0\0\0\0"):
         with pytest.raises(MessageError):
@@ -100,7 +99,7 @@ def test_a_message_that_is_cut_or_extended_is_refused(cut: int) -> None:
         unpack(message, 2)
 
 
-def test_no_step_compiles_the_kernel_that_inserts_pieces() -> None:
+def test_no_step_compiles_the_kernel_that_inserts_pieces():
     Member(make_proposer())
     before = len(_insert.signatures)
     inserted = unpack(messages_of(PIECES)[0], VOCAB)

@@ -5,11 +5,7 @@ import pytest
 
 from lookahead_vllm.draft.sources import WINDOW
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from lookahead_vllm.draft.window.grid import (
-    ABSENT,
-    ROOT,
-    Windows,
-)
+from lookahead_vllm.draft.window.grid import ABSENT, ROOT, Windows
 from lookahead_vllm.options.window import WindowShape, paper_window_size
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 

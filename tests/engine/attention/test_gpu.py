@@ -77,7 +77,7 @@ class Impl(gpu_attention._TreeImpl, PlainImpl):
     [{}, {"window": 20, "sinks": True}, {"alibi": True, "soft_cap": 5.0}, {"fp8": True}],
     ids=str,
 )
-def test_only_rows_of_trees_are_overwritten(layout: str, options: dict[str, Any]) -> None:
+def test_only_rows_of_trees_are_overwritten(layout, options):
     trees = [random_tree(np.random.default_rng(i), 9 * i + 1) for i in range(3)]
     case = PagedAttentionCase(trees, [70, 3, 33], layout=layout, head_size=64, gap=2, **options)
     lengths = torch.full((len(case.block_table),), 100, dtype=torch.int32)
@@ -113,9 +113,7 @@ def test_only_rows_of_trees_are_overwritten(layout: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(
-    fp8: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warming_up_runs_every_kind_of_batch_and_changes_nothing(fp8, monkeypatch):
     case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70], fp8=fp8)
     layer = layer_of(case)
     if fp8:
@@ -142,7 +140,7 @@ def layer_of(case: PagedAttentionCase) -> Any:
     return SimpleNamespace(impl=impl, kv_cache=case.paged_cache.transpose(1, 2))
 
 
-def test_xformers_computes_trees_in_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xformers_computes_trees_in_graphs_alone(monkeypatch):
     """Outside of them, it would be compiled for each shape of a batch, while requests wait."""
     case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
     layer, used = layer_of(case), []
@@ -156,7 +154,7 @@ def test_xformers_computes_trees_in_graphs_alone(monkeypatch: pytest.MonkeyPatch
         assert used[-1] == impl
 
 
-def test_what_xformers_cannot_compute_stops_the_start() -> None:
+def test_what_xformers_cannot_compute_stops_the_start():
     case = PagedAttentionCase([random_tree(np.random.default_rng(0), 9)], [70])
     for layer, reason in (
         (layer_of(case), "no attention over pages in float32"),
@@ -185,7 +183,7 @@ def group(
     return SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
 
 
-def test_layers_without_tree_attention_get_chains() -> None:
+def test_layers_without_tree_attention_get_chains():
     obstacle = ON_GPU.obstacle
     assert obstacle(group(), [LAYER], "auto") is None
     triton = group(gpu_attention.TreeTritonAttentionBackend)
@@ -205,34 +203,39 @@ def test_layers_without_tree_attention_get_chains() -> None:
         assert says in str(obstacle(case, [layer], cache))
 
 
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ({}, None),
-        ({"parallel": ParallelConfig(ubatch_size=2)}, "several batches"),
-        ({"pruning": False}, None),
-        ({"pruning": True}, "prunes video tokens"),
-        ({"text": {"index_topk": 2048}}, "sparse indexer"),
-        ({"transfer": object()}, "KV leaves the engine"),
-        ({"experts": True}, "returns the experts"),
-    ],
-)
-def test_engines_that_verify_no_trees(setting: dict[str, Any], says: str | None) -> None:
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(
-            uses_mrope="pruning" in setting,
-            multimodal_config=SimpleNamespace(
-                is_multimodal_pruning_enabled=lambda: setting["pruning"]
-            ),
-            hf_text_config=SimpleNamespace(**setting.get("text", {})),
-            is_encoder_decoder=False,
-        ),
-        kv_transfer_config=setting.get("transfer"),
-        aux_output_config=SimpleNamespace(enabled="experts" in setting),
-        parallel_config=setting.get("parallel") or ParallelConfig(),
+def config_that_branches(model: Any = None, **others: Any) -> Any:
+    """Of an engine whose trees may branch, with changes."""
+    own: dict[str, Any] = dict(uses_mrope=False, multimodal_config=None, is_encoder_decoder=False)
+    own["hf_text_config"] = SimpleNamespace()
+    config = dict(
+        model_config=SimpleNamespace(**own | (model or {})),
+        kv_transfer_config=None,
+        aux_output_config=SimpleNamespace(enabled=False),
+        parallel_config=ParallelConfig(),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
-    obstacle = branching_obstacle(config, [], ON_GPU)
+    return SimpleNamespace(**config | others)
+
+
+def with_videos(prunes: bool) -> dict[str, Any]:
+    multimodal = SimpleNamespace(is_multimodal_pruning_enabled=lambda: prunes)
+    return dict(uses_mrope=True, multimodal_config=multimodal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"parallel_config": ParallelConfig(ubatch_size=2)}, "several batches"),
+        ({"model": with_videos(prunes=False)}, None),
+        ({"model": with_videos(prunes=True)}, "prunes video tokens"),
+        ({"model": {"hf_text_config": SimpleNamespace(index_topk=2048)}}, "sparse indexer"),
+        ({"kv_transfer_config": object()}, "KV leaves the engine"),
+        ({"aux_output_config": SimpleNamespace(enabled=True)}, "returns the experts"),
+    ],
+)
+def test_engines_that_verify_no_trees(changes, says):
+    obstacle = branching_obstacle(config_that_branches(**changes), [], ON_GPU)
     assert obstacle is says is None or str(says) in str(obstacle)
 
 
@@ -255,7 +258,7 @@ class PaddedAttention(MLAAttention):
     pass
 
 
-def test_latent_layers_without_tree_attention_get_chains() -> None:
+def test_latent_layers_without_tree_attention_get_chains():
     passes = SimpleNamespace(fuse_attn_quant=False)
     model = SimpleNamespace(dtype=torch.float32)
     config = SimpleNamespace(
@@ -283,7 +286,7 @@ def test_latent_layers_without_tree_attention_get_chains() -> None:
         passes.fuse_attn_quant = False
 
 
-def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_up_latent_attention_changes_nothing(monkeypatch):
     pytest.importorskip("triton")
     layer, contexts = latent_layer(), []
     before = layer.kv_cache.clone()
@@ -297,7 +300,7 @@ def test_warming_up_latent_attention_changes_nothing(monkeypatch: pytest.MonkeyP
     assert len(contexts) == 2 and torch.equal(before, layer.kv_cache)  # split or not
 
 
-def test_only_rows_of_trees_are_overwritten_by_latent_attention() -> None:
+def test_only_rows_of_trees_are_overwritten_by_latent_attention():
     """vLLM's part stands for a batch of a decode, two trees and a prompt."""
     layer = latent_layer()
     trees = [DraftTree.from_lists([1, 2, 3], [-1, -1, 1]), DraftTree.from_lists([4, 5], [-1, -1])]
@@ -331,9 +334,7 @@ def test_only_rows_of_trees_are_overwritten_by_latent_attention() -> None:
     ("support", "says"),
     [("VARLEN", None), ("UNIFORM", "as prompts"), ("SINGLE_ONLY", "as prompts")],
 )
-def test_latent_backends_that_need_equally_many_rows_get_no_drafts(
-    support: str, says: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latent_backends_that_need_equally_many_rows_get_no_drafts(support, says, monkeypatch):
     builder = SimpleNamespace(query_len_support=QueryLenSupport[support])
     found = SimpleNamespace(backend=PlainImpl, get_metadata_builder=lambda: builder)
     reason = ON_GPU.unsupported_rows([found])

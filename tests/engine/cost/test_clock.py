@@ -3,11 +3,9 @@
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from vllm import LLM, TokensPrompt
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost, StepWork
@@ -71,7 +69,7 @@ def times_of_steps(llm: LLM, between: Callable[[], None]) -> list[float]:
     return times
 
 
-def test_waiting_for_requests_is_no_step(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_requests_is_no_step(llama, monkeypatch):
     monkeypatch.setattr(drafter, "STALL_SECONDS", math.inf)
     with engine(llama, {"num_speculative_tokens": 4}) as llm:
         clock = Clock(llm)
@@ -84,7 +82,7 @@ def test_waiting_for_requests_is_no_step(llama: Path, monkeypatch: pytest.Monkey
         assert max(times_of_steps(llm, clock.advance_in_step)) >= PAUSE
 
 
-def test_a_pause_counts_as_one_slow_step() -> None:
+def test_a_pause_counts_as_one_slow_step():
     """`pause_generation` keeps requests, and a caller may stop between two steps."""
     cost, work = StepCost(CostCurve([1, 64], [0.01, 0.02])), StepWork(4, 1, 3, 100, 400, 0)
     for _ in range(50):
@@ -97,7 +95,7 @@ def test_a_pause_counts_as_one_slow_step() -> None:
     assert cost.predict(work) < 1.05 * before
 
 
-def test_a_stalled_step_is_not_reported_and_a_slow_machine_is() -> None:
+def test_a_stalled_step_is_not_reported_and_a_slow_machine_is():
     """A debugger stops the engine in the middle of a step."""
     stub: Any = SimpleNamespace(
         recorder=StepRecorder(),

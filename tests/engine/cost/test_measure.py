@@ -21,7 +21,14 @@ from lookahead_vllm.engine.cost.timed_passes import (
     measure,
 )
 from lookahead_vllm.engine.runner.forward_passes import RunnerPasses
-from tests.support.driving import drafter_of, engine, generate, random_prompts, runner_of
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    random_prompts,
+    record_plain,
+    runner_of,
+)
 
 AUTO = {"proposer": "ngram_trie"}
 
@@ -69,10 +76,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
 
 
 @pytest.mark.usefixtures("_timed")
-def test_an_engine_measures_once(llama: Path, kept: Path, measured: list[Measurement]) -> None:
+def test_an_engine_measures_once(llama, kept, measured):
     prompts = random_prompts(3, 30)
-    with engine(llama) as plain:
-        vanilla = generate(plain, prompts)
+    vanilla = record_plain(llama, prompts)
     for _ in range(2):
         with engine(llama, AUTO, drafts=None) as llm:
             cost = drafter_of(llm).proposer.cost
@@ -106,7 +112,7 @@ DAMAGED = ("", '{"1 tokens in pieces": -1}')
 
 
 @pytest.mark.usefixtures("_nothing_runs")
-def test_a_damaged_file_is_set_aside(llama: Path, kept: Path, measured: list[Measurement]) -> None:
+def test_a_damaged_file_is_set_aside(llama, kept, measured):
     with engine(llama, AUTO):
         (file,) = kept.iterdir()
     for damaged in DAMAGED:
@@ -121,22 +127,34 @@ def test_a_damaged_file_is_set_aside(llama: Path, kept: Path, measured: list[Mea
 
 
 @pytest.mark.usefixtures("_timed")
-def test_an_engine_starts_without_a_writable_cache(llama: Path, kept: Path) -> None:
+def test_an_engine_starts_without_a_writable_cache(llama, kept):
     kept.write_text("a file where the folder should be")
     with engine(llama, AUTO) as llm:
         assert drafter_of(llm).proposer.cost is not None
 
 
-def test_a_fixed_budget_measures_nothing(
-    llama: Path, kept: Path, measured: list[Measurement]
-) -> None:
+def test_a_fixed_budget_measures_nothing(llama, kept, measured):
     with engine(llama, AUTO | {"budget": 4}) as llm:
         assert drafter_of(llm).proposer.cost is None
     assert not measured and not kept.exists()
 
 
+def plan_of(passes: Any, max_model_len: int, max_num_tokens: int) -> PassPlan:
+    """What is measured of these passes."""
+    runner: Any = SimpleNamespace(
+        forward_passes=lambda: passes,
+        vllm_config=SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=64),
+            model_config=SimpleNamespace(max_model_len=max_model_len),
+        ),
+        max_num_tokens=max_num_tokens,
+        drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
+    )
+    return PassPlan(runner)
+
+
 @pytest.mark.parametrize("longest", [1, 8, 16, 20, 4096])
-def test_no_pass_is_longer_than_max_model_len(longest: int) -> None:
+def test_no_pass_is_longer_than_max_model_len(longest):
     passes = SimpleNamespace(
         attends_in_graphs=False,
         captured_tokens=lambda: CapturedTokens(),
@@ -145,16 +163,7 @@ def test_no_pass_is_longer_than_max_model_len(longest: int) -> None:
         drafts_in_graph=None,
         with_context=nullcontext,
     )
-    runner: Any = SimpleNamespace(
-        forward_passes=lambda: passes,
-        vllm_config=SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_seqs=64),
-            model_config=SimpleNamespace(max_model_len=longest),
-        ),
-        max_num_tokens=1024,
-        drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
-    )
-    plan = PassPlan(runner)
+    plan = plan_of(passes, longest, 1024)
     assert plan.batches == [batch for batch in BATCHES if batch.rows < longest]
     assert all(0 < plan.context <= longest - batch.rows for batch in plan.batches)
 
@@ -179,9 +188,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("begin", [0.0, 0.2])
-def test_a_program_that_disturbs_for_a_while_disturbs_no_size(
-    begin: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_disturbs_for_a_while_disturbs_no_size(begin, monkeypatch):
     """It takes two thirds of the machine for 0.4 seconds: time for four passes of one size."""
     machine = Machine(lambda now: 3.0 if begin <= now < begin + 0.4 else 1.0, monkeypatch)
     times, is_certain = measure(machine.plan)
@@ -201,13 +208,7 @@ def _slowed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return speed
 
 
-def test_a_disturbed_measurement_is_not_kept(
-    llama: Path,
-    kept: Path,
-    _slowed: dict[str, float],
-    measured: list[Measurement],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_disturbed_measurement_is_not_kept(llama, kept, _slowed, measured, caplog):
     _slowed["growth"] = 1.2
     with engine(llama, AUTO):
         assert not kept.exists() and "other programs disturbed" in caplog.text
@@ -216,9 +217,7 @@ def test_a_disturbed_measurement_is_not_kept(
         assert len(measured) == 2 and len(list(kept.iterdir())) == 1
 
 
-def test_a_kept_cost_is_replaced_if_passes_are_faster_now(
-    llama: Path, kept: Path, _slowed: dict[str, float], measured: list[Measurement]
-) -> None:
+def test_a_kept_cost_is_replaced_if_passes_are_faster_now(llama, kept, _slowed, measured):
     """A slower pass does not count: the machine may be busy now."""
     for factor, measurements in ((5.0, 1), (5.5, 1), (1.0, 2), (5.0, 2)):
         _slowed["factor"] = factor

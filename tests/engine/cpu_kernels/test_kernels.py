@@ -18,7 +18,7 @@ IS_INTERPRETED = "TRITON_INTERPRETED" in os.environ
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="in a process of its own")
 @pytest.mark.parametrize("kernel", sorted(cases.CASES))
-def test_a_kernel_equals_vllms(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_equals_vllms(kernel, monkeypatch):
     module, name = table.home_of(kernel)
     for seed in range(2):
         expected = cases.CASES[kernel](torch.Generator().manual_seed(seed))
@@ -30,7 +30,7 @@ def test_a_kernel_equals_vllms(kernel: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is it")
-def test_every_kernel_equals_vllms() -> None:
+def test_every_kernel_equals_vllms():
     pytest.importorskip("triton")
     assert set(cases.CASES) == set(table.load())
     done = subprocess.run(

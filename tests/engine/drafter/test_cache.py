@@ -17,13 +17,7 @@ from lookahead_vllm.engine.drafter.cache import fingerprint_of, open_cache
 from lookahead_vllm.engine.drafter.drafter import LookaheadDrafter
 from lookahead_vllm.engine.drafter.recorder import StepRecorder
 from lookahead_vllm.options.server import LookaheadOptions
-from tests.support.driving import (
-    drafter_of,
-    engine,
-    generate,
-    learn_last_step,
-    random_prompts,
-)
+from tests.support.driving import drafter_of, engine, generate, learn_last_step, random_prompts
 from tests.support.models import save_tiny_model
 from tests.support.smollm2 import SMOLLM2
 
@@ -46,9 +40,7 @@ def serve_once(model: Path, cache: Path) -> tuple[int, list[list[list[int]]]]:
         return drafter_of(llm).counters.accepted_nodes, answers
 
 
-def test_a_second_engine_starts_warm_and_a_damaged_file_is_set_aside(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_second_engine_starts_warm_and_a_damaged_file_is_set_aside(model, tmp_path):
     cache = tmp_path / "a.cache"
     cold, answers = serve_once(model, cache)
     assert len(cache_file.read_about(cache).facts["namespaces"]) == 1
@@ -84,7 +76,7 @@ def vllm_config(rank: int = 0, **model_config: Any) -> Any:
     )
 
 
-def test_data_parallel_ranks_have_separate_files(tmp_path: Path) -> None:
+def test_data_parallel_ranks_have_separate_files(tmp_path):
     options = LookaheadOptions(max_nodes=4096, cache_path=str(tmp_path / "a.cache"))
     for rank in range(2):
         proposer = NGramTrieProposer(options)
@@ -96,7 +88,7 @@ def test_data_parallel_ranks_have_separate_files(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a.cache", "a.cache.dp1"]
 
 
-def test_without_a_tokenizer_the_model_is_the_fingerprint() -> None:
+def test_without_a_tokenizer_the_model_is_the_fingerprint():
     prints = {
         fingerprint_of(vllm_config(**changes).model_config)
         for changes in ({}, {"model": "n"}, {"get_vocab_size": lambda: 129})
@@ -105,13 +97,13 @@ def test_without_a_tokenizer_the_model_is_the_fingerprint() -> None:
 
 
 @pytest.mark.model
-def test_vllms_tokenizer_has_the_fingerprint_of_transformers() -> None:
+def test_vllms_tokenizer_has_the_fingerprint_of_transformers():
     ours = fingerprint_of(vllm_config(skip_tokenizer_init=False).model_config)
     theirs = AutoTokenizer.from_pretrained(SMOLLM2)
     assert ours == cache_file.fingerprint(theirs.get_vocab())
 
 
-def test_evictions_before_a_restart_are_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evictions_before_a_restart_are_not_counted_again(monkeypatch):
     def load(config: Any, options: LookaheadOptions, proposer: NGramTrieProposer) -> None:
         proposer.trie.counters[PRUNED] = 1000
 

@@ -1,6 +1,5 @@
 """All kernels that serving calls are compiled at start-up."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def requests() -> list[SamplingParams]:
     ("proposer", "budget"),
     [("ngram_trie", "auto"), ("jacobi_window", 12), ("hybrid", 12)],
 )
-def test_requests_compile_nothing(proposer: str, budget: int | str, llama: Path) -> None:
+def test_requests_compile_nothing(proposer, budget, llama):
     lookahead = {"proposer": proposer, "budget": budget, "num_speculative_tokens": 12}
     settings: dict[str, Any] = dict(
         skip_tokenizer_init=False,

@@ -29,9 +29,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @needs_redis
-def test_a_second_engine_drafts_the_answers_of_the_first(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_a_second_engine_drafts_the_answers_of_the_first(server, tmp_path):
     model = save_tiny_model("llama", tmp_path)
     settings = {"proposer": "hybrid", "budget": 8, "max_nodes": 50_000, "share_with": server.url}
     accepted, answers, published = [], [], [0]
@@ -56,8 +54,8 @@ def test_a_second_engine_drafts_the_answers_of_the_first(
 
 @needs_redis
 def test_no_answer_differs_and_no_step_waits_while_the_server_dies_ten_times(
-    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, tmp_path, monkeypatch
+):
     monkeypatch.setattr(exchange_module, "INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(exchange_module, "MIN_BACKOFF_SECONDS", 0.01)
     monkeypatch.setattr("lookahead_vllm.engine.drafter.fleet.TIMEOUT_SECONDS", 5.0)
@@ -104,7 +102,7 @@ def model_config(**changes: Any) -> Any:
     return SimpleNamespace(**{**settings, **changes})
 
 
-def test_only_equal_engines_share() -> None:
+def test_only_equal_engines_share():
     def print_of(share: str = "namespace", **changes: Any) -> str:
         return fingerprint_of_engine(model_config(**changes), share)
 
@@ -123,7 +121,7 @@ def test_only_equal_engines_share() -> None:
     assert len(prints) == 7
 
 
-def test_only_the_drafting_rank_shares() -> None:
+def test_only_the_drafting_rank_shares():
     drafter = LookaheadDrafter.__new__(LookaheadDrafter)
     drafter.options = LookaheadOptions(max_nodes=4096, budget=4, share_with="redis://localhost")
     drafter.is_drafting_rank, drafter._exchange = False, None
@@ -140,7 +138,7 @@ def test_only_the_drafting_rank_shares() -> None:
         ("http://:secret@localhost", "its URL is wrong: .*redis://, rediss://, unix://"),
     ],
 )
-def test_a_wrong_url_is_refused_at_the_start(url: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_url_is_refused_at_the_start(url, message, tmp_path):
     model = save_tiny_model("llama", tmp_path)
     with (
         pytest.raises(OptionError, match=message) as refused,
@@ -150,9 +148,7 @@ def test_a_wrong_url_is_refused_at_the_start(url: str, message: str, tmp_path: P
     assert "secret" not in str(refused.value)
 
 
-def test_a_missing_client_is_named_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_client_is_named_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr("lookahead_vllm.engine.config.find_spec", lambda name: None)
     model = save_tiny_model("llama", tmp_path)
     with (

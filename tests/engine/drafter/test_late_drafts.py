@@ -21,9 +21,7 @@ from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.proposers import TestProposer
 
 
-def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch):
     may_start = threading.Event()
 
     class Manager:
@@ -56,7 +54,7 @@ def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(
     copies.shutdown()
 
 
-def test_the_cache_is_saved_even_if_the_device_has_failed() -> None:
+def test_the_cache_is_saved_even_if_the_device_has_failed():
     ended: list[str] = []
 
     def count() -> None:
@@ -78,7 +76,7 @@ def test_the_cache_is_saved_even_if_the_device_has_failed() -> None:
 
 
 @pytest.mark.parametrize("is_used_again", [False, True])
-def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again: bool) -> None:
+def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again):
     """Not even if a new request has its id and its row when they arrive."""
     learned: list[Any] = []
     awaited: list[Any] = []

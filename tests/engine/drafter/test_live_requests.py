@@ -40,9 +40,7 @@ def new(num_tokens: int, params: SamplingParams) -> Any:
 
 
 @pytest.mark.parametrize(("num_tokens", "nodes"), [(1000, 64), (1 << 15, 16), (1 << 17, 4)])
-def test_where_vllm_reads_the_reasoning_at_each_node_long_texts_get_small_trees(
-    num_tokens: int, nodes: int
-) -> None:
+def test_where_vllm_reads_the_reasoning_at_each_node_long_texts_get_small_trees(num_tokens, nodes):
     grammar = StructuredOutputsParams(regex="a+")
     for structured, reads_reasoning, expected in (
         (grammar, True, nodes),
@@ -54,7 +52,7 @@ def test_where_vllm_reads_the_reasoning_at_each_node_long_texts_get_small_trees(
         assert requests.most_nodes("r", 64) == expected
 
 
-def test_a_request_that_returns_before_its_first_token_keeps_its_references() -> None:
+def test_a_request_that_returns_before_its_first_token_keeps_its_references():
     """The scheduler sends them once; a preempted request comes again without them."""
     requests = requests_of()
     options = request_options.RequestOptions(references=(np.array([7, 8], np.int32).tobytes(),))
@@ -70,7 +68,7 @@ def test_a_request_that_returns_before_its_first_token_keeps_its_references() ->
     assert len(Recorder.STARTED) == 1
 
 
-def test_a_longer_prompt_is_the_next_turn_of_a_session() -> None:
+def test_a_longer_prompt_is_the_next_turn_of_a_session():
     requests = requests_of()
     requests.start(new(4, SamplingParams()))
     assert not requests.is_next_turn(new(9, SamplingParams()))  # it has no token yet

@@ -36,9 +36,7 @@ class Step:
 
 
 @pytest.mark.parametrize(("work", "slept"), [(0.0, 0.008), (0.005, 0.003), (0.009, 0.0)])
-def test_texts_are_inserted_until_shortly_before_the_tokens_come(
-    work: float, slept: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_inserted_until_shortly_before_the_tokens_come(work, slept, monkeypatch):
     clock, offered = Clock(), list[float]()
     monkeypatch.setattr(
         waiter,

@@ -103,7 +103,7 @@ def check(query: str, exposed: dict[str, list[Labels]]) -> None:
                 assert set(part.modifier.labels) <= known, query
 
 
-def test_every_query_finds_what_an_engine_exposes(exposed: dict[str, list[Labels]]) -> None:
+def test_every_query_finds_what_an_engine_exposes(exposed):
     for query, legend in queries():
         check(query, exposed)
         named = set(re.findall(r"{{(\w+)}}", legend))
@@ -116,13 +116,13 @@ def test_every_query_finds_what_an_engine_exposes(exposed: dict[str, list[Labels
         assert named <= grouped, f"{legend} of {query}"
 
 
-def test_metrics_of_vllms_that_the_docs_name_exist(exposed: dict[str, list[Labels]]) -> None:
+def test_metrics_of_vllms_that_the_docs_name_exist(exposed):
     names = {name.removesuffix(end) for name in exposed for end in ("", "_bucket", "_total")}
     named = set(re.findall(r"(?<![\w:])vllm:[a-z_]+", DOCS.read_text()))
     assert named <= names
 
 
-def test_variables_are_labels_of_what_is_exposed(exposed: dict[str, list[Labels]]) -> None:
+def test_variables_are_labels_of_what_is_exposed(exposed):
     assert VARIABLES.pop("datasource")["query"] == "prometheus"
     assert set(VARIABLES) == VALUES.keys() - {"__rate_interval"}
     for name, variable in VARIABLES.items():
@@ -133,7 +133,7 @@ def test_variables_are_labels_of_what_is_exposed(exposed: dict[str, list[Labels]
         assert exposed[metric]
 
 
-def test_panels_explain_themselves() -> None:
+def test_panels_explain_themselves():
     assert DASHBOARD["title"] and DASHBOARD["uid"] and DASHBOARD["schemaVersion"]
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     for panel in PANELS:

@@ -28,14 +28,7 @@ from lookahead_vllm.engine.front_end.stat_logger import (
     ReportingOutputs,
 )
 from lookahead_vllm.engine.step_report import StepReport
-from tests.support import proposers  # noqa: F401  (registers them)
-from tests.support.driving import (
-    GREEDY,
-    engine,
-    generate,
-    generate_staggered,
-    random_prompts,
-)
+from tests.support.driving import GREEDY, engine, generate, generate_staggered, random_prompts
 
 REPOSITORY = Path(__file__).parents[3]
 DOCS = REPOSITORY / "docs" / "metrics.md"
@@ -119,7 +112,7 @@ def tokens(first: int, later: int, steps: int) -> Any:
     )
 
 
-def test_a_summary_says_whether_drafts_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_says_whether_drafts_help(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(stat_logger.logger, "info", lambda text, *args: said.append(text % args))
     logger, report = stat_logger_of(0, 1), full_report()
@@ -145,7 +138,7 @@ def test_a_summary_says_whether_drafts_help(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- counting ------------------------------------------------------------------------------------
 
 
-def test_every_number_of_a_report_is_counted() -> None:
+def test_every_number_of_a_report_is_counted():
     logger = stat_logger_of(0)
     for _ in range(2):
         record(logger, full_report())
@@ -174,7 +167,7 @@ def test_every_number_of_a_report_is_counted() -> None:
     assert value("fleet_lag_seconds") == 0.25
 
 
-def test_engines_stay_apart_and_begin_with_zeros() -> None:
+def test_engines_stay_apart_and_begin_with_zeros():
     logger = stat_logger_of(0, 1)
     assert set(samples().values()) == {0}
     record(logger, full_report(), engine_idx=1)
@@ -182,7 +175,7 @@ def test_engines_stay_apart_and_begin_with_zeros() -> None:
     assert value("step_nodes_sum", engine=1) == 15
 
 
-def test_what_a_step_does_not_tell_stays_as_it_was() -> None:
+def test_what_a_step_does_not_tell_stays_as_it_was():
     logger = stat_logger_of(0)
     record(logger, full_report())
     before = samples()
@@ -195,7 +188,7 @@ def test_what_a_step_does_not_tell_stays_as_it_was() -> None:
 # ---- travelling ----------------------------------------------------------------------------------
 
 
-def test_a_report_crosses_the_process_boundary() -> None:
+def test_a_report_crosses_the_process_boundary():
     stats = step_report.with_report(SchedulerStats(num_running_reqs=3), full_report())
     sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats, weight_version="w"))
 
@@ -211,7 +204,7 @@ def test_a_report_crosses_the_process_boundary() -> None:
     assert got.scheduler_stats.lookahead is None
 
 
-def test_the_traffic_of_a_fleet_is_that_since_the_last_report() -> None:
+def test_the_traffic_of_a_fleet_is_that_since_the_last_report():
     recorder = StepRecorder()
     assert recorder.take_report().published == 0
     recorder.traffic = traffic = Traffic(published=5, learned=7, dropped=1)
@@ -221,7 +214,7 @@ def test_the_traffic_of_a_fleet_is_that_since_the_last_report() -> None:
     assert (report.published, report.learned, report.dropped, report.lag_seconds) == (4, 0, 0, 0.5)
 
 
-def test_evictions_are_those_since_the_last_report() -> None:
+def test_evictions_are_those_since_the_last_report():
     trie = SimpleNamespace(num_pruned=5, num_filled=40)
     recorder = StepRecorder()
     recorder.follow(SimpleNamespace(trie=trie, num_bytes=640, held_share=lambda: 0.9))
@@ -238,7 +231,7 @@ def test_evictions_are_those_since_the_last_report() -> None:
 
 
 @pytest.mark.usefixtures("_over_the_wire")
-def test_nothing_is_lost_and_vllm_agrees(llama: Path) -> None:
+def test_nothing_is_lost_and_vllm_agrees(llama):
     prompts = [*ECHO, *random_prompts(3, 30), *ECHO]
     with engine(llama, {"budget": 8}, disable_log_stats=False, max_num_batched_tokens=32) as llm:
         generate(llm, ECHO)
@@ -265,7 +258,7 @@ def test_nothing_is_lost_and_vllm_agrees(llama: Path) -> None:
 
 
 @pytest.mark.usefixtures("compiled_at_once")
-def test_every_node_has_its_source(llama: Path) -> None:
+def test_every_node_has_its_source(llama):
     prompt = random_prompts(1, 30, seed=3)
     forced = StructuredOutputsParams(regex=r"(x|y) the age is 100\.")
     with engine(llama, {"budget": 8}, disable_log_stats=False, skip_tokenizer_init=False) as llm:
@@ -288,7 +281,7 @@ def test_every_node_has_its_source(llama: Path) -> None:
     assert accepted_by_source().total() == samples()["lookahead_vllm:nodes_accepted_total"]
 
 
-def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama: Path) -> None:
+def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama):
     """vLLM has no stats for it, and its log says nothing; ours has to show it."""
     with engine(llama, {"proposer": "recorder"}, drafts=False, disable_log_stats=False) as llm:
         generate(llm, ECHO)
@@ -301,7 +294,7 @@ def test_a_step_that_sends_nothing_is_a_step_with_a_budget_of_0(llama: Path) -> 
     assert samples("vllm:")["vllm:spec_decode_num_drafts_total"] == 0
 
 
-def test_plain_vllm_exposes_none_of_them(llama: Path) -> None:
+def test_plain_vllm_exposes_none_of_them(llama):
     """Nor does lookahead without stats."""
     with engine(llama, {"budget": 8}, disable_log_stats=False):
         assert samples()
@@ -317,7 +310,7 @@ def test_plain_vllm_exposes_none_of_them(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [DOCS, DASHBOARD], ids=lambda path: path.name)
-def test_whatever_is_exposed_is_named_and_the_other_way_round(path: Path) -> None:
+def test_whatever_is_exposed_is_named_and_the_other_way_round(path):
     stat_logger_of(0)
     exposed = {
         family.name: {family.name, *(s.name for s in family.samples)}

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 from lookahead_vllm.engine.front_end import stat_logger
 from lookahead_vllm.options.request import PREDICTION
-from tests.support.driving import drafter_of, engine
+from tests.support.driving import drafter_of, engine, of_length
 from tests.support.proposers import record
 
 PROMPTS = [[5, 6, 7, 8] * 8, [9, 10, 11] * 6, [20, 21] * 5, [30, 31, 32] * 4]
@@ -62,11 +61,11 @@ def params_of(texts: list[str], tokens: list[list[int]]) -> list[SamplingParams]
     ]
 
 
-def test_counters_of_requests_and_tokens_are_those_of_plain_vllm(llama: Path) -> None:
+def test_counters_of_requests_and_tokens_are_those_of_plain_vllm(llama):
     settings: dict[str, Any] = dict(skip_tokenizer_init=False, disable_log_stats=False)
     with engine(llama, **settings) as plain:
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
-        free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        free = of_length(40, detokenize=True)
         unstopped = plain.generate(prompts, free, use_tqdm=False)
         params = params_of(
             [o.outputs[0].text for o in unstopped],
@@ -84,7 +83,7 @@ def test_counters_of_requests_and_tokens_are_those_of_plain_vllm(llama: Path) ->
     assert counts == expected_counts
 
 
-def test_the_next_turn_finds_all_blocks_of_an_answer(llama: Path) -> None:
+def test_the_next_turn_finds_all_blocks_of_an_answer(llama):
     """A burst may fill the last block of an answer."""
     settings: dict[str, Any] = dict(
         disable_log_stats=False, enable_prefix_caching=True, block_size=32
@@ -93,13 +92,10 @@ def test_the_next_turn_finds_all_blocks_of_an_answer(llama: Path) -> None:
     def hits(llm: LLM) -> list[Any]:
         found = []
         for length in range(32, 42, 2):  # a block is full after 31 tokens
-            params = SamplingParams(
-                temperature=0, max_tokens=length, ignore_eos=True, detokenize=False
-            )
             prompt = [length, *PROMPTS[0]]
             for _ in range(2):
                 tokens = TokensPrompt(prompt_token_ids=prompt)
-                (output,) = llm.generate([tokens], params, use_tqdm=False)
+                (output,) = llm.generate([tokens], of_length(length), use_tqdm=False)
                 answer = list(output.outputs[0].token_ids)
                 found.append((prompt, answer, output.num_cached_tokens))
                 prompt = [*prompt, *answer, 9]
@@ -114,9 +110,9 @@ def test_the_next_turn_finds_all_blocks_of_an_answer(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["none", "summary", "detailed"])
-def test_drafts_are_counted_by_request(llama: Path, level: str) -> None:
+def test_drafts_are_counted_by_request(llama, level):
     """Of requests with a prediction always, of all with --per-request-spec-decode-metrics."""
-    params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True) for _ in PROMPTS]
+    params = [of_length(40, detokenize=True) for _ in PROMPTS]
     params[1].extra_args = {PREDICTION: {"type": "content", "content": "a prediction"}}
     settings = dict(skip_tokenizer_init=False, per_request_spec_decode_metrics=level)
     with engine(llama, {"budget": 16}, **settings) as llm:

@@ -70,7 +70,7 @@ def ask(llm: LLM, extra_args: dict[str, Any] | None, salt: str | None = None, **
     return [(namespace, references) for _, namespace, references in STARTED]
 
 
-def test_the_proposer_gets_the_options_of_a_request(llama: Path, adapter: LoRARequest) -> None:
+def test_the_proposer_gets_the_options_of_a_request(llama, adapter):
     recorder = {"proposer": "recorder"}
     with engine(llama, recorder, drafts=False, skip_tokenizer_init=False, **LORA) as llm:
         assert ask(llm, None) == [("", [])]
@@ -91,9 +91,7 @@ def test_the_proposer_gets_the_options_of_a_request(llama: Path, adapter: LoRARe
 
 
 @pytest.mark.parametrize(("share", "namespace"), [("none", None), ("all", "")])
-def test_the_server_decides_which_requests_share(
-    share: str, namespace: str | None, llama: Path
-) -> None:
+def test_the_server_decides_which_requests_share(share, namespace, llama):
     recorder = {"proposer": "recorder", "budget": 16, "share": share}
     with engine(llama, recorder, drafts=False) as llm:
         assert ask(llm, None) == [(namespace, [])]
@@ -116,7 +114,7 @@ def test_the_server_decides_which_requests_share(
         assert [list(outputs[-1].outputs[0].token_ids)] == generate(llm, [[5, 6]])[0]
 
 
-def test_references_and_adapters_never_change_the_text(llama: Path, adapter: LoRARequest) -> None:
+def test_references_and_adapters_never_change_the_text(llama, adapter):
     prompts = random_prompts(6, 30)
     adapters = [None, adapter] * 3
     noise = random_prompts(6, 60, seed=1)
@@ -181,7 +179,7 @@ async def first_output(client: Client, params: SamplingParams) -> int:
     raise AssertionError
 
 
-def test_a_stream_is_refused_before_it_starts() -> None:
+def test_a_stream_is_refused_before_it_starts():
     """AsyncLLM.generate checks when it is called, and tokenizes before vLLM sees the request."""
     client = Client()
     with pytest.raises(VLLMValidationError):
@@ -202,7 +200,7 @@ def test_a_stream_is_refused_before_it_starts() -> None:
     assert client.calls[0][1] is params.extra_args
 
 
-def test_a_text_is_measured_by_its_bytes_not_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_measured_by_its_bytes_not_its_tokens(monkeypatch):
     """300,000 bytes of Chinese count as 75,000 tokens; this tokenizer makes 100,000 of them."""
     text = "漢" * 100_000
     params = SamplingParams(extra_args={"lookahead_reference": text})
@@ -240,9 +238,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
         ("/invocations", {"prompt": "Hello"}),
     ],
 )
-def test_every_endpoint_refuses_an_option_that_it_would_ignore(
-    endpoint: str, body: dict[str, Any], endpoints: TestClient
-) -> None:
+def test_every_endpoint_refuses_an_option_that_it_would_ignore(endpoint, body, endpoints):
     wrong = endpoints.post(endpoint, json={**body, "lookahead_enabled": False})
     assert wrong.status_code == 400
     assert "'lookahead_enabled' was given at the top" in wrong.json()["error"]["message"]
@@ -250,7 +246,7 @@ def test_every_endpoint_refuses_an_option_that_it_would_ignore(
     assert "has no attribute" in right.text  # the engine's
 
 
-def test_endpoints_still_refuse_what_is_no_json(endpoints: TestClient) -> None:
+def test_endpoints_still_refuse_what_is_no_json(endpoints):
     for kind, says in (("application/json", "JSON decode error"), ("text/plain", "Unsupported")):
         refused = endpoints.post("/invocations", content=b"{", headers={"content-type": kind})
         assert refused.status_code == 400 and says in refused.text

@@ -110,7 +110,7 @@ def check(
         *(("reasoning", name) for name in REASONING_PARSERS),
     ],
 )
-def test_parsers(server: Server, tokenizer: Any, kind: str, name: str) -> None:
+def test_parsers(server, tokenizer, kind, name):
     server.configure(**{kind: name})
     texts = tool_texts(name) if kind == "tool" else reasoning_texts(name)
     options = {} if kind == "tool" else {"tools": None}
@@ -125,7 +125,7 @@ def test_parsers(server: Server, tokenizer: Any, kind: str, name: str) -> None:
     ("reasoning", "tool"),
     [(name, name) for name in sorted(BOTH)] + [("deepseek_r1", "hermes"), ("granite", "xlam")],
 )
-def test_both_parsers(server: Server, tokenizer: Any, reasoning: str, tool: str) -> None:
+def test_both_parsers(server, tokenizer, reasoning, tool):
     server.configure(tool, reasoning)
     text = reasoning_texts(reasoning)["thinking and answer"] + tool_texts(tool)["one call"]
     check(server, tokenizer.encode(text, add_special_tokens=False))
@@ -149,18 +149,14 @@ def test_both_parsers(server: Server, tokenizer: Any, reasoning: str, tool: str)
     ids=str,
 )
 @pytest.mark.parametrize("name", ["xlam", "deepseek_v31"])
-def test_endpoints_and_options(
-    server: Server, tokenizer: Any, path: str, options: dict[str, Any], name: str
-) -> None:
+def test_endpoints_and_options(server, tokenizer, path, options, name):
     server.configure(tool=name)
     text = tool_texts(name)["two calls"]
     check(server, tokenizer.encode(text, add_special_tokens=False), path=path, **options)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-def test_a_stream_without_a_parser_keeps_its_bursts(
-    server: Server, tokenizer: Any, path: str
-) -> None:
+def test_a_stream_without_a_parser_keeps_its_bursts(server, tokenizer, path):
     """Of an endpoint that has none, beside one that has; and of a server without parsers."""
     server.configure(tool=None if path == CHAT else "xlam")
     body = dict(USAGE, max_tokens=100)
@@ -176,9 +172,7 @@ def test_a_stream_without_a_parser_keeps_its_bursts(
 @pytest.mark.parametrize(
     "options", [{}, dict(stop=["zone"]), dict(max_tokens=20), dict(n=2)], ids=str
 )
-def test_metrics_are_those_of_steps(
-    server: Server, tokenizer: Any, options: dict[str, Any]
-) -> None:
+def test_metrics_are_those_of_steps(server, tokenizer, options):
     """Whether a parser reads the stream or not."""
     ids = [*tokenizer.encode("the time zone of a stream of some words"), END]
     steps = bursts(ids, 1)
@@ -215,9 +209,7 @@ DETAILS = re.compile(r',"completion_tokens_details":({[^}]*}|null)')
 
 
 @pytest.mark.parametrize("options", [{}, dict(n=2), dict(max_tokens=20)], ids=str)
-def test_usage_says_how_much_of_a_prediction_was_accepted(
-    server: Server, tokenizer: Any, options: dict[str, Any]
-) -> None:
+def test_usage_says_how_much_of_a_prediction_was_accepted(server, tokenizer, options):
     """Parsed or not, streamed or not; nothing else of the answer changes."""
     body = dict(messages=BODIES[CHAT]["messages"], max_tokens=100) | options
     predicted = body | {"prediction": {"type": "content", "content": "a text"}}
@@ -236,7 +228,7 @@ def test_usage_says_how_much_of_a_prediction_was_accepted(
             assert DETAILS.sub("", answer) == DETAILS.sub("", plain)
 
 
-def test_an_error_overtakes_the_tokens_that_wait() -> None:
+def test_an_error_overtakes_the_tokens_that_wait():
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
     collector = streams.collecting_tokens(RequestOutputCollector)(RequestOutputKind.DELTA, "a")

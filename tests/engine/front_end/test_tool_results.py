@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +16,7 @@ from lookahead_vllm.engine.front_end.tool_results import (
 )
 from lookahead_vllm.options import request as request_options
 from lookahead_vllm.options.allowed import OptionError
-from lookahead_vllm.options.request import (
-    RequestOptions,
-    parse_options,
-    with_options,
-)
+from lookahead_vllm.options.request import RequestOptions, parse_options, with_options
 from tests.support.driving import drafter_of, engine, generate
 from tests.support.models import save_config
 from tests.support.parser_texts import FUNCTIONS
@@ -46,12 +40,12 @@ ESCAPED = r"def f():\n    return \"a\\b\"\n"
         ("", [], []),
     ],
 )
-def test_a_text_is_spelled_as_in_a_call(text: str, escaped: list[str], raw: list[str]) -> None:
+def test_a_text_is_spelled_as_in_a_call(text, escaped, raw):
     assert spelled([text], is_raw=False) == escaped
     assert spelled([text], is_raw=True) == raw
 
 
-def test_new_results_are_those_after_the_last_answer() -> None:
+def test_new_results_are_those_after_the_last_answer():
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": []},
@@ -79,7 +73,7 @@ def test_new_results_are_those_after_the_last_answer() -> None:
         (None, False),
     ],
 )
-def test_the_chat_template_says_how_calls_are_written(template: str | None, is_raw: bool) -> None:
+def test_the_chat_template_says_how_calls_are_written(template, is_raw):
     class Tokenizer:
         chat_template = template
 
@@ -147,9 +141,7 @@ OFF = {"vllm_xargs": {"lookahead_enabled": False}}
         ("/v1/responses", RESPONSES | {"input": "hi"}, []),
     ],
 )
-def test_every_endpoint_sends_the_new_results(
-    server: Server, path: str, body: dict[str, Any], expected: list[str]
-) -> None:
+def test_every_endpoint_sends_the_new_results(server, path, body, expected):
     server.core.received.clear()
     server.stream(path, Script([[5], [6]]), body)
     (request,) = server.core.received
@@ -160,7 +152,7 @@ def test_every_endpoint_sends_the_new_results(
     assert not others and not options.references
 
 
-def test_a_call_is_drafted_from_them(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_drafted_from_them(llama, monkeypatch):
     """An answer that copies them is accepted; without them there is nothing to copy."""
     monkeypatch.delenv(plugin.PLAIN_V2)  # as in benchmarks
     rng = np.random.default_rng(0)
@@ -186,7 +178,7 @@ def test_a_call_is_drafted_from_them(llama: Path, monkeypatch: pytest.MonkeyPatc
         assert without < 10 and within > 40
 
 
-def test_a_client_cannot_write_them() -> None:
+def test_a_client_cannot_write_them():
     """JSON has no tuples; the message is that of an option that does not exist."""
     for value in (["a"], "a", None):
         with pytest.raises(OptionError, match="'lookahead_tool_results' was given, but the opt"):

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +19,16 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
-from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
 from lookahead_vllm.engine.grammar.tree_walk import GrammarTreeWalk
-from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    grown_forests,
+    random_prompts,
+    record_plain,
+)
 from tests.support.models import TINY, WANDERING, save_config
-from tests.support.proposers import record
 from tests.support.smollm2 import SMOLLM2
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
@@ -58,6 +62,12 @@ def under(grammar: dict[str, Any] | None, seed: int | None, **extra: Any) -> Sam
     return SamplingParams(**how, max_tokens=60, structured_outputs=structured, **extra)
 
 
+def with_grammars(backend: str, **settings: Any) -> dict[str, Any]:
+    """Settings of an engine."""
+    settings["structured_outputs_config"] = {"backend": backend}
+    return dict(skip_tokenizer_init=False, **settings)
+
+
 def is_valid(kind: str, text: str) -> bool:
     if kind == "json":
         answer = json.loads(text)
@@ -72,18 +82,14 @@ def is_valid(kind: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance", "outlines"])
-def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> None:
+def test_every_backend_keeps_its_text_on_trees(backend, llama):
     # lm-format-enforcer 0.11.3 imports a module that vLLM 0.32 does not have any more.
     kinds = tuple(KINDS) if backend != "outlines" else ("json", "regex", "choice")
-    settings: dict[str, Any] = dict(
-        skip_tokenizer_init=False, structured_outputs_config={"backend": backend}
-    )
+    settings = with_grammars(backend)
     params = [under(KINDS[k], s) for k in kinds for s in (None, 1, 2)]
     params += [under(None, None), under(None, 4)]
     prompts = random_prompts(len(params), 30, seed=71)
-    with engine(llama, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
-    record(prompts, vanilla)
+    vanilla = record_plain(llama, prompts, params, **settings)
     with engine(llama, HIDDEN, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla
         counters = drafter_of(llm).counters
@@ -97,18 +103,15 @@ def test_every_backend_keeps_its_text_on_trees(backend: str, llama: Path) -> Non
 
 @pytest.mark.usefixtures("compiled_at_once")
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
-def test_tokens_that_the_grammar_dictates_are_drafted(backend: str, llama: Path) -> None:
+def test_tokens_that_the_grammar_dictates_are_drafted(backend, llama):
     """Where it allows only one text, that text is drafted, up to the end of the request."""
-    settings: dict[str, Any] = dict(
-        skip_tokenizer_init=False, structured_outputs_config={"backend": backend}
-    )
+    settings = with_grammars(backend)
     forced = dict(regex=r"(x|y) the age is 100\.")
     params = [under(forced, s, ignore_eos=i) for s in (None, 1) for i in (False, True)]
     params += [under(KINDS["json"], None), under(KINDS["choice"], 3)]
     params += [under(forced, 4, n=2), under(forced, 5, min_tokens=20)]
     prompts = random_prompts(len(params), 30, seed=81)
-    with engine(llama, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
+    vanilla = record_plain(llama, prompts, params, **settings)
     with engine(llama, {"proposer": "recorder"}, **settings) as llm:
         assert generate(llm, prompts[:1], params[:1]) == vanilla[:1]
         counters = drafter_of(llm).counters
@@ -122,25 +125,17 @@ def test_tokens_that_the_grammar_dictates_are_drafted(backend: str, llama: Path)
         assert generate(llm, prompts, params) == vanilla
 
 
-def test_a_grammar_waits_for_the_end_of_reasoning(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_waits_for_the_end_of_reasoning(llama, monkeypatch):
     """In the prompt, in a draft, or never; nodes after the end are masked, those before are not."""
-    settings: dict[str, Any] = dict(
-        skip_tokenizer_init=False,
-        reasoning_parser="deepseek_r1",
-        structured_outputs_config={"backend": "xgrammar"},
-    )
+    settings = with_grammars("xgrammar", reasoning_parser="deepseek_r1")
     stop = 4
     params, prompts = [], []
     for i, prompt in enumerate(random_prompts(16, 20, seed=91)):
         seed = None if i % 2 else i
         params.append(under(KINDS["regex" if i % 3 else "choice"], seed, logit_bias={stop: i % 8}))
         prompts.append([*prompt, stop] if i in (3, 4) else prompt)
-    with engine(llama, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
+    vanilla = record_plain(llama, prompts, params, **settings)
     assert sum(stop in answer[0] for answer in vanilla) > 4
-    record(prompts, vanilla)
     with engine(llama, HIDDEN, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla
         assert drafter_of(llm).counters.moved_tokens > 10
@@ -152,13 +147,11 @@ def test_a_grammar_waits_for_the_end_of_reasoning(
             assert stop not in answer[1:] or stop in (prompt[-1], answer[0])
 
 
-def test_grammars_survive_preemption_and_chunked_prompts(llama: Path) -> None:
+def test_grammars_survive_preemption_and_chunked_prompts(llama):
     settings: dict[str, Any] = dict(skip_tokenizer_init=False)
     params = [under(KINDS[k], s) for k in KINDS for s in (None, 1)]
     prompts = random_prompts(len(params), 60, seed=95)
-    with engine(llama, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
-    record(prompts, vanilla)
+    vanilla = record_plain(llama, prompts, params, **settings)
     tight = dict(block_size=32, num_gpu_blocks_override=14)
     chunked = dict(max_num_batched_tokens=48, max_num_seqs=4)
     for extra in (tight, chunked):
@@ -269,7 +262,7 @@ def _check(request: _Constrained, tree: DraftTree) -> None:
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
 @pytest.mark.parametrize("case", NON_ASCII)
-def test_a_draft_may_end_inside_a_character(backend: str, case: str) -> None:
+def test_a_draft_may_end_inside_a_character(backend, case):
     """xgrammar cannot name the text that follows then; other steps draft it."""
     ebnf, text = NON_ASCII[case]
     tokens = _smollm2().encode(text, add_special_tokens=False)
@@ -284,7 +277,7 @@ def test_a_draft_may_end_inside_a_character(backend: str, case: str) -> None:
         request.emit(tokens[root : root + 1])
 
 
-def test_masks_are_allocated_for_the_nodes_that_are_drafted() -> None:
+def test_masks_are_allocated_for_the_nodes_that_are_drafted():
     """64 masks of a large vocabulary take longer than the rest of the walk."""
     request = _Constrained("xgrammar", 'root ::= [a-z]+ "!" | "1 and the rest"')
     assert not len(request.walk().run()) and request.rows == 1
@@ -298,9 +291,7 @@ def test_masks_are_allocated_for_the_nodes_that_are_drafted() -> None:
     assert 2 + len(tree) == request.rows  # one at first, then all of them
 
 
-def test_a_walk_that_fails_leaves_the_grammar_where_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_walk_that_fails_leaves_the_grammar_where_it_was(monkeypatch):
     request = _Constrained("xgrammar", 'root ::= "the man is in"')
     chain = _smollm2().encode("the man is", add_special_tokens=False)
     fill, before = GrammarTreeWalk._fill_mask, request.allowed()
@@ -320,17 +311,7 @@ def test_a_walk_that_fails_leaves_the_grammar_where_it_was(
 
 @pytest.mark.usefixtures("compiled_at_once")
 @pytest.mark.parametrize("max_step_nodes", [0, 8])
-def test_what_grammars_dictate_is_within_the_nodes_of_a_step(
-    llama: Path, max_step_nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grow, nodes = LateDrafts.grow, []
-
-    def recorded(self: LateDrafts, *args: Any) -> Any:
-        drafts = grow(self, *args)
-        nodes.append(drafts.forest.num_nodes)
-        return drafts
-
-    monkeypatch.setattr(LateDrafts, "grow", recorded)
+def test_what_grammars_dictate_is_within_the_nodes_of_a_step(llama, max_step_nodes):
     regex = "the name and the number of the person is [0-9]{3}"
     params = SamplingParams(
         temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(regex=regex)
@@ -339,7 +320,9 @@ def test_what_grammars_dictate_is_within_the_nodes_of_a_step(
     drafts = max_step_nodes > 0
     with engine(llama, lookahead, drafts, skip_tokenizer_init=False) as llm:
         drafter_of(llm).max_step_nodes = max_step_nodes
+        forests = grown_forests(llm)
         generate(llm, random_prompts(12, 20, seed=3), params)
+    nodes = [forest.num_nodes for forest in forests]
     assert max(nodes) <= max_step_nodes and any(nodes) is drafts
 
 
@@ -358,7 +341,7 @@ NON_ASCII_PARAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("compiled_at_once")
-def test_grammars_with_characters_of_several_tokens(tmp_path: Path) -> None:
+def test_grammars_with_characters_of_several_tokens(tmp_path):
     wide = {"llama": TINY["llama"] | {"vocab_size": len(_smollm2())}}
     model = save_config("llama", tmp_path, wide)
     settings: dict[str, Any] = dict(
@@ -369,8 +352,7 @@ def test_grammars_with_characters_of_several_tokens(tmp_path: Path) -> None:
     )
     params = [under(g, s) for g in NON_ASCII_PARAMS for s in (None, 1)]
     prompts = [_smollm2().encode(f"Answer {i}:") for i in range(len(params))]
-    with engine(model, **settings) as plain:
-        vanilla = generate(plain, prompts, params)
+    vanilla = record_plain(model, prompts, params, **settings)
     lookahead = {"proposer": "recorder", "num_speculative_tokens": 4}  # drafts nothing itself
     with engine(model, lookahead, **settings) as llm:
         assert generate(llm, prompts, params) == vanilla

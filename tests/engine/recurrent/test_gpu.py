@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import ParallelConfig
-from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
@@ -18,6 +16,7 @@ from lookahead_vllm.engine.recurrent import kernels as recurrent_kernels
 from lookahead_vllm.engine.recurrent.states import PARENTS
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.recurrence import StateRows
+from tests.engine.attention.test_gpu import config_that_branches
 
 ROWS = [0, 1, 2, 4, 5]
 """Of the step's six tokens; the fourth is a prompt's."""
@@ -53,7 +52,7 @@ def vllms(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.usefixtures("context")
-def test_a_gated_delta_net_starts_each_row_from_its_parent() -> None:
+def test_a_gated_delta_net_starts_each_row_from_its_parent():
     torch.manual_seed(0)
     q, k, v = torch.randn(5, 2, 16), torch.randn(5, 2, 16), torch.randn(5, 4, 8)
     gates = dict(a=torch.randn(5, 4), b=torch.randn(5, 4))
@@ -79,7 +78,7 @@ def test_a_gated_delta_net_starts_each_row_from_its_parent() -> None:
     assert final is state and torch.equal(state, expected_state)
 
 
-def test_its_fused_kernel_computes_no_trees(context: SimpleNamespace) -> None:
+def test_its_fused_kernel_computes_no_trees(context):
     can_use = recurrent_kernels_gpu._without_trees(lambda layer, metadata: True)
     metadata = context.attn_metadata["delta"]
     assert not can_use(None, metadata)
@@ -87,7 +86,7 @@ def test_its_fused_kernel_computes_no_trees(context: SimpleNamespace) -> None:
     assert can_use(None, metadata)
 
 
-def test_its_convolution_reads_the_inputs_of_a_rows_path(context: SimpleNamespace) -> None:
+def test_its_convolution_reads_the_inputs_of_a_rows_path(context):
     x, window = torch.randn(5, 6), torch.randn(9, 6, 3 + 4)
     weight, bias, expected_window = torch.randn(6, 4), torch.randn(6), window.clone()
     expected = recurrence.convolution(x, expected_window, weight, bias, "silu", TREES)
@@ -109,19 +108,8 @@ def test_its_convolution_reads_the_inputs_of_a_rows_path(context: SimpleNamespac
         (KimiGatedDeltaNetAttention, False, "no recurrent state in layers of KimiGatedDeltaNet"),
     ],
 )
-def test_layers_whose_drafts_are_chains(
-    kind: type[MambaBase], is_random: bool, says: str | None
-) -> None:
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(
-            uses_mrope=False,
-            multimodal_config=None,
-            hf_text_config=SimpleNamespace(),
-            is_encoder_decoder=False,
-        ),
-        kv_transfer_config=None,
-        aux_output_config=SimpleNamespace(enabled=False),
-        parallel_config=ParallelConfig(),
+def test_layers_whose_drafts_are_chains(kind, is_random, says):
+    config = config_that_branches(
         mamba_config=SimpleNamespace(enable_stochastic_rounding=is_random),
         compilation_config=SimpleNamespace(static_forward_context={"one": kind.__new__(kind)}),
     )

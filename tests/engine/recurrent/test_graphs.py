@@ -1,30 +1,24 @@
 """Recurrent layers in an engine whose captured graphs are replayed."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support import driving, graph_engine
 from tests.support.driving import random_prompts
 from tests.support.hybrid_models import HYBRIDS, use_float32_gated_delta
 from tests.support.models import WANDERING, save_config
-from tests.support.proposers import record
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
 def test_recurrent_layers_run_in_graphs_without_drafts_and_eagerly_with_trees(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, tmp_path, monkeypatch
+):
     use_float32_gated_delta()
     model = save_config(name, tmp_path, HYBRIDS)
     lookahead = {"proposer": "hidden_path", "num_speculative_tokens": 6, "budget": 6}
     prompts = random_prompts(6, 30)
-    with driving.engine(model, load_format=WANDERING) as plain:
-        vanilla = driving.generate(plain, prompts)
+    vanilla = driving.record_plain(model, prompts, load_format=WANDERING)
     graph_engine.enable(monkeypatch)
-    record(prompts, vanilla)
-    without_drafts = driving.GREEDY.clone()
-    without_drafts.extra_args = {"lookahead": {"enabled": False}}
+    without_drafts = driving.of_length(40, extra_args={"lookahead": {"enabled": False}})
     with driving.engine(model, lookahead, load_format=WANDERING) as llm:
         assert driving.generate_staggered(llm, prompts) == vanilla
         assert driving.drafter_of(llm).counters.moved_tokens > 20

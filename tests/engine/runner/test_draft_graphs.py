@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.ops import topk_topp_sampler
@@ -43,18 +43,7 @@ def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(mode: CUDAGraphMode) -> Any:
-    return SimpleNamespace(
-        compilation_config=CompilationConfig(
-            mode=CompilationMode.VLLM_COMPILE,
-            cudagraph_mode=mode,
-            cudagraph_capture_sizes=SIZES,
-            max_cudagraph_capture_size=SIZES[-1],
-        ),
-        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
-        speculative_config=None,
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-    )
+    return recorded_graphs.config_of(mode, SIZES, REQUESTS)
 
 
 def manager_of(
@@ -98,11 +87,8 @@ CHOICES: dict[CUDAGraphMode, tuple[tuple[CUDAGraphMode, int, bool], ...]] = {
     PIECEWISE: tuple((PIECEWISE, tokens, False) for tokens in (8, 8, 8, 40, 96)),
     # Graphs for any batch.
     FULL: (
-        (FULL, 8, False),
-        (FULL, 8, False),
-        (FULL, 8, True),
-        (NONE, 37, False),
-        (NONE, 70, False),
+        *((FULL, 8, False), (FULL, 8, False), (FULL, 8, True)),
+        *((NONE, 37, False), (NONE, 70, False)),
     ),
     DECODE_ONLY: (
         *((FULL, 8, False), (FULL, 8, True), (FULL, 8, True), (NONE, 37, False), (NONE, 70, False)),
@@ -123,7 +109,7 @@ def dispatch(manager: Any, step: Step, adapters: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_the_graph_of_a_step(mode: CUDAGraphMode) -> None:
+def test_the_graph_of_a_step(mode):
     manager = manager_of(mode)
     for step, (graph, tokens, for_drafts) in zip(STEPS, CHOICES[mode], strict=True):
         desc = dispatch(manager, step)
@@ -139,7 +125,7 @@ def test_the_graph_of_a_step(mode: CUDAGraphMode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_steps_without_drafts_run_as_in_plain_vllm(mode: CUDAGraphMode) -> None:
+def test_steps_without_drafts_run_as_in_plain_vllm(mode):
     manager, plain = manager_of(mode), plain_manager(mode)
     for requests in range(1, REQUESTS + 1):
         # The bound counts slots that are not in use, too.
@@ -156,7 +142,7 @@ def test_steps_without_drafts_run_as_in_plain_vllm(mode: CUDAGraphMode) -> None:
 
 
 @pytest.mark.parametrize("mode", (DECODE_ONLY, BOTH), ids=lambda mode: mode.name)
-def test_every_decode_with_drafts_that_fits_has_a_graph(mode: CUDAGraphMode) -> None:
+def test_every_decode_with_drafts_that_fits_has_a_graph(mode):
     manager = manager_of(mode)
     for requests in range(1, REQUESTS + 1):
         for tokens in range(requests + 1, LONGEST * requests + 1):
@@ -168,13 +154,13 @@ def test_every_decode_with_drafts_that_fits_has_a_graph(mode: CUDAGraphMode) -> 
                 assert desc.num_reqs == min(REQUESTS, desc.num_tokens) >= requests
 
 
-def test_without_trees_chains_keep_vllms_graphs_for_any_batch() -> None:
+def test_without_trees_chains_keep_vllms_graphs_for_any_batch():
     assert not manager_of(FULL, may_branch=False).captured_tokens().with_drafts
     assert dispatch(manager_of(FULL, may_branch=False), CHAINS).max_query_len is None
     assert dispatch(manager_of(BOTH, may_branch=False), CHAINS).max_query_len == LONGEST
 
 
-def test_graphs_for_adapters() -> None:
+def test_graphs_for_adapters():
     manager = manager_of(BOTH, adapters=[0, 1, 4])
     for active, captured in ((0, 0), (1, 1), (2, 4), (4, 4)):
         desc = dispatch(manager, TREES, active)
@@ -182,7 +168,7 @@ def test_graphs_for_adapters() -> None:
         assert desc.max_query_len == LONGEST
 
 
-def test_a_few_of_vllms_sizes_get_a_graph_for_drafts() -> None:
+def test_a_few_of_vllms_sizes_get_a_graph_for_drafts():
     default = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
     assert sizes_with_drafts(default, 10_000) == [2, 4, 8, 16, 32, 64, 128, 256, 512]
     assert sizes_with_drafts(default, 100) == [2, 4, 8, 16, 32, 64, 96]
@@ -233,7 +219,7 @@ IDLE = Step(1, 1, uniform=1, longest=1)
 
 
 @pytest.mark.parametrize("mode", (NONE, PIECEWISE, DECODE_ONLY, BOTH), ids=lambda mode: mode.name)
-def test_ranks_agree_on_a_graph(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode) -> None:
+def test_ranks_agree_on_a_graph(monkeypatch, mode):
     kinds = (*STEPS, IDLE)
     for first in kinds:
         for second in kinds:
@@ -343,7 +329,7 @@ def captured_with_drafts(made: Any) -> list[int]:
     return list(made.captured_tokens().with_drafts)
 
 
-def test_what_a_runner_captures(make: Callable[..., Any]) -> None:
+def test_what_a_runner_captures(make):
     made = make()
     assert captured_with_drafts(made) == DRAFT_SIZES == list(made._buffers)
     assert list(made.captured_tokens().without_drafts) == [1, 2, 4, 8, 16]
@@ -368,7 +354,7 @@ def test_what_a_runner_captures(make: Callable[..., Any]) -> None:
     assert not make(is_profiling=True)._branching.movers
 
 
-def test_engines_that_share_graphs_for_any_batch_verify_chains(make: Callable[..., Any]) -> None:
+def test_engines_that_share_graphs_for_any_batch_verify_chains(make):
     made = make(mode=FULL, dp_size=2)
     assert (
         not made.drafter.may_branch
@@ -379,9 +365,7 @@ def test_engines_that_share_graphs_for_any_batch_verify_chains(make: Callable[..
     assert make(mode=BOTH, dp_size=2).drafter.may_branch
 
 
-def test_sampling_compiles_no_more_at_start_up_than_plain_vllm(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_compiles_no_more_at_start_up_than_plain_vllm(make, monkeypatch):
     registered: list[bool] = []
 
     def register() -> None:

@@ -1,7 +1,6 @@
 """CUDA graphs of the whole model are timed at captured sizes, with drafts and without."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +8,8 @@ import pytest
 from lookahead_vllm.draft.budget.cost import StepCost, StepWork
 from lookahead_vllm.engine.cost import measure as step_cost
 from lookahead_vllm.engine.cost import timed_passes
-from lookahead_vllm.engine.cost.timed_passes import CapturedTokens, PassPlan, measure
+from lookahead_vllm.engine.cost.timed_passes import CapturedTokens, measure
+from tests.engine.cost.test_measure import plan_of
 
 DRAFT_SIZES = [2, 4, 8, 16, 32, 48]
 
@@ -64,20 +64,11 @@ def cost_of(monkeypatch: pytest.MonkeyPatch, passes: Passes) -> StepCost:
     monkeypatch.setattr(timed_passes, "_seconds", seconds)
     monkeypatch.setattr(timed_passes, "broadcast", lambda value: value)
     monkeypatch.setattr(timed_passes, "is_global_first_rank", lambda: False)
-    measured: Any = SimpleNamespace(
-        forward_passes=lambda: passes,
-        vllm_config=SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_seqs=64),
-            model_config=SimpleNamespace(max_model_len=2048),
-        ),
-        max_num_tokens=512,
-        drafter=SimpleNamespace(may_branch=True, options=SimpleNamespace(chain_length=0)),
-    )
-    plan = PassPlan(measured)
+    plan = plan_of(passes, 2048, 512)
     return step_cost._cost_of(plan, measure(plan).times)
 
 
-def test_graphs_are_timed_at_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_timed_at_captured_sizes(monkeypatch):
     plain = [1, 2, 4, *range(8, 65, 8)]
     passes = Passes(CapturedTokens(plain, DRAFT_SIZES, 17))
     cost = cost_of(monkeypatch, passes)
@@ -101,25 +92,22 @@ def test_graphs_are_timed_at_captured_sizes(monkeypatch: pytest.MonkeyPatch) -> 
     "sizes", [([1, 8, 32, 64], DRAFT_SIZES), ([1, 16, 64], DRAFT_SIZES), ([1, 8], [3, 9, 24, 64])]
 )
 def test_attention_is_what_a_context_adds_to_the_same_batch(
-    sizes: tuple[list[int], list[int]],
-    longest: int,
-    attends_in_graphs: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    sizes, longest, attends_in_graphs, monkeypatch
+):
     """Trees are timed in the graphs that run them: there, a launch costs no time of the host."""
     passes = Passes(CapturedTokens(*sizes, longest), attends_in_graphs)
     cost = cost_of(monkeypatch, passes)
     assert cost.weights[-3:] == pytest.approx([3e-6, 1e-6, 2e-6])
 
 
-def test_without_graphs_trees_are_timed_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_graphs_trees_are_timed_as_they_run(monkeypatch):
     cost = cost_of(monkeypatch, Passes(CapturedTokens()))
     assert not any(graphs.sizes for graphs in cost.captured)
     _, causal, trees = cost.weights[-3:]
     assert causal == pytest.approx(1e-6, rel=0.2) and trees > 2.1e-6
 
 
-def test_sizes_that_were_not_timed_in_time_have_no_graph() -> None:
+def test_sizes_that_were_not_timed_in_time_have_no_graph():
     graphs = step_cost._of_all_sizes([1, 2, 4, 8, 16], {1: 1.0, 4: 4.0})
     assert graphs.sizes == graphs.times.tolist() == [1, 2, 4]
     assert timed_passes._about_doubling([1, 2, 4, 8, 16, 24, 32, 40]) == [1, 2, 4, 8, 16, 32, 40]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -28,7 +28,7 @@ from lookahead_vllm.engine.runner.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.runner.graph_runner import GraphRunner
 from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 from lookahead_vllm.verify.attention import PagedCall, paged_attention
-from tests.support import recorded_graphs
+from tests.support import recorded_graphs, torch_pages
 from tests.support.attention_cases import random_tree
 from tests.support.recorded_graphs import launch
 
@@ -51,11 +51,8 @@ def embed(
 
 
 def write_kv(values: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> None:
-    """Stands in for vLLM's kernel that writes keys and values; slot -1 is padding."""
-    used = slots >= 0
-    cache[slots[used] // BLOCK, :, slots[used] % BLOCK] = values[: len(slots)][used].unflatten(
-        1, (KV_HEADS, 2 * HEAD_SIZE)
-    )
+    """Stands in for vLLM's kernel that writes keys and values."""
+    torch_pages.write(values.unflatten(1, (KV_HEADS, 2 * HEAD_SIZE)), slots, cache)
 
 
 def attend(
@@ -66,30 +63,17 @@ def attend(
 
     With `lse`, it is not causal.
     """
-    starts = metadata.query_start_loc.tolist()
     if (ahead := getattr(metadata, "scheduler_metadata", None)) is not None:
         assert torch.equal(ahead, schedule(metadata.seq_lens, metadata.max_query_len))
-    for i, length in enumerate(metadata.seq_lens.tolist()):
-        first, end = starts[i], starts[i + 1]
-        if first == end:
-            continue
-        assert end - first <= metadata.max_query_len and length <= metadata.max_seq_len
-        assert metadata.causal == (lse is None) if hasattr(metadata, "causal") else lse is None
-        slots = torch.arange(length)
-        blocks = metadata.block_table[i, slots // BLOCK].long()
-        keys, values = cache[blocks, :, slots % BLOCK].split(HEAD_SIZE, dim=-1)
-        allowed = slots[None] <= (length - (end - first) + torch.arange(end - first))[:, None]
-        if lse is not None:
-            allowed = torch.ones_like(allowed)
-        q = query[first:end].unflatten(1, (HEADS, HEAD_SIZE))
-        group = HEADS // KV_HEADS
-        scores = torch.einsum("rhd,khd->hrk", q, keys.repeat_interleave(group, 1))
-        scores = (scores * HEAD_SIZE**-0.5).masked_fill(~allowed, -torch.inf)
-        if lse is not None:
-            lse[:, first:end] = scores.logsumexp(-1)
-        weights = scores.softmax(-1)
-        result = torch.einsum("hrk,khd->rhd", weights, values.repeat_interleave(group, 1))
-        output[first:end] = result.flatten(1)
+    starts, lengths = metadata.query_start_loc, metadata.seq_lens
+    assert starts.diff().max() <= metadata.max_query_len
+    assert lengths[: len(starts) - 1][starts.diff() > 0].max() <= metadata.max_seq_len
+    assert metadata.causal == (lse is None) if hasattr(metadata, "causal") else lse is None
+    query, output = (part.unflatten(1, (HEADS, HEAD_SIZE)) for part in (query, output))
+    table, scale = metadata.block_table, HEAD_SIZE**-0.5
+    found = torch_pages.attend(query, cache, starts, lengths, table, scale, lse is None, output)
+    if lse is not None:
+        lse[:, : starts[-1]] = found[:, : starts[-1]]
 
 
 class PlainImpl:
@@ -145,19 +129,8 @@ class Engine:
     """The part of a GPU engine between a step's trees and its attention."""
 
     def __init__(self, kind: str) -> None:
-        compilation = CompilationConfig(
-            mode=CompilationMode.VLLM_COMPILE,
-            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
-            cudagraph_capture_sizes=[1, 2, 4, 8, 16, TOKENS],
-            max_cudagraph_capture_size=TOKENS,
-        )
-        config = SimpleNamespace(
-            compilation_config=compilation,
-            scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
-            speculative_config=None,
-            cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        )
+        mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        config = recorded_graphs.config_of(mode, [1, 2, 4, 8, 16, TOKENS], REQUESTS)
         torch.manual_seed(0)
         self.table = torch.randn(VOCAB, HEADS * HEAD_SIZE)
         self.kv_table = torch.randn(VOCAB, 2 * KV_HEADS * HEAD_SIZE)
@@ -189,13 +162,8 @@ class Engine:
         self.builder.attended = self.runner.attended
         self.runner.max_num_reqs, self.runner.decode_query_len = REQUESTS, LONGEST
         self.runner.max_model_len = self.model_state.max_model_len
-        self.manager = DraftGraphManager(
-            self.runner.attended,
-            config,
-            torch.device("cpu"),
-            compilation.cudagraph_mode,
-            decode_query_len=1,
-        )
+        given = self.runner.attended, config, torch.device("cpu"), mode
+        self.manager = DraftGraphManager(*given, decode_query_len=1)
         self.captured: dict[tuple[int, bool], Any] = {}
         """The metadata at the last capture of each number of tokens, with drafts and without."""
 
@@ -381,7 +349,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield made
 
 
-def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
+def test_every_step_of_a_size_replays_its_graph(engine):
     kinds = {"trees": 0, "chains": 0, "bare": 0}
     sizes = set()
     eager = SimpleNamespace(
@@ -391,9 +359,7 @@ def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
         step = Step(engine, seed, most=(4, 8, 16, TOKENS)[seed % 4])
         if step.tokens == len(step.drafts):
             continue
-        desc = engine.manager.dispatch(
-            len(step.drafts), step.tokens, None, 0, max_query_len=LONGEST
-        )
+        desc = step.graph()
         assert desc.max_query_len == LONGEST
         metadata, rows = step.run(desc)
         captured = engine.captured[desc.num_tokens, True]
@@ -401,16 +367,16 @@ def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
         assert values_of(metadata) == values_of(captured)
         assert metadata.max_seq_len <= captured.max_seq_len
         own = metadata.trees
-        count = int(step.step.forest.branching.sum())
+        branching = int(step.step.forest.branching.sum())
         if metadata.is_of_contexts:
             assert metadata.seq_lens[: len(step.contexts)].tolist() == step.contexts.tolist()
         else:  # vLLM's kernel spends no time on the contexts of trees
-            assert torch.equal(metadata.seq_lens[own.requests[:count].long()], own.sizes[:count])
+            trees = own.requests[:branching].long()
+            assert torch.equal(metadata.seq_lens[trees], own.sizes[:branching])
         _, expected = step.run(eager)
         for one, other in zip(rows, expected, strict=True):
             assert one.isfinite().all()
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-        branching = int(step.step.forest.branching.sum())
         kinds["trees"] += branching
         kinds["chains"] += len(step.step.forest) - branching
         kinds["bare"] += len(step.drafts) - len(step.step.forest)
@@ -418,7 +384,7 @@ def test_every_step_of_a_size_replays_its_graph(engine: Engine) -> None:
     assert sizes == {4, 8, 16, TOKENS} and min(kinds.values()) > 10
 
 
-def test_a_tail_that_cannot_be_captured_leaves_the_graphs(engine: Engine) -> None:
+def test_a_tail_that_cannot_be_captured_leaves_the_graphs(engine):
     def make_tail(desc: Any) -> Any:
         raise RuntimeError("as planned")
 
@@ -429,7 +395,7 @@ def test_a_tail_that_cannot_be_captured_leaves_the_graphs(engine: Engine) -> Non
     assert other.manager.needs_capture() and not recorded_graphs._captured
 
 
-def test_graphs_without_drafts_have_no_trees(engine: Engine) -> None:
+def test_graphs_without_drafts_have_no_trees(engine):
     assert {size for size, drafts in engine.captured if drafts} == {2, 4, 8, 16, TOKENS}
     for (_, drafts), metadata in engine.captured.items():
         assert hasattr(metadata, "trees") is drafts
@@ -448,7 +414,7 @@ def test_graphs_without_drafts_have_no_trees(engine: Engine) -> None:
     assert all((graph.seq_lens == GARBAGE).all() for graph in engine.runner._buffers.values())
 
 
-def test_a_measured_pass_with_trees_keeps_its_contexts(engine: Engine) -> None:
+def test_a_measured_pass_with_trees_keeps_its_contexts(engine):
     """vLLM builds the metadata of dummy runs in graphs as for a capture; Triton's have no context
     then."""
     step = next(s for s in (Step(engine, seed, most=16) for seed in range(99)) if s.step.branches)

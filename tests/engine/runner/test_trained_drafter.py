@@ -1,6 +1,5 @@
 """A trained drafter of vLLM's and the trie in one tree."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,7 @@ SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
 
 
 @pytest.mark.parametrize("method", TARGETS)
-def test_outputs_are_plain_vllms(method: str, tmp_path: Path) -> None:
+def test_outputs_are_plain_vllms(method, tmp_path):
     target = save_config(TARGETS[method][0], tmp_path, CONFIGS)
     drafter = save_drafter(method, tmp_path)
     with engine(target, **SETTINGS) as llm:
@@ -74,9 +73,7 @@ def test_outputs_are_plain_vllms(method: str, tmp_path: Path) -> None:
         ("mtp", "qwen3_next_mtp", CACHING),
     ],
 )
-def test_hybrids_with_a_drafter(
-    method: str, name: str, others: dict[str, Any], tmp_path: Path
-) -> None:
+def test_hybrids_with_a_drafter(method, name, others, tmp_path):
     """With prefix caching, where vLLM lets the last cached block go before an MTP layer."""
     target, drafter = save_config(name, tmp_path, CONFIGS), save_drafter(method, tmp_path)
     settings = others | settings_of(name) | {"max_model_len": 512}
@@ -115,9 +112,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ("mtp", "prompts in chunks, cached"),
     ],
 )
-def test_chains_follow_from_the_text_alone(
-    method: str, situation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_follow_from_the_text_alone(method, situation, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainedDrafter, "_is_chain_wanted", lambda *_: True)
     target = save_config(TARGETS[method][0], tmp_path, CONFIGS)
     drafter = save_drafter(method, tmp_path)
@@ -137,7 +132,7 @@ def test_chains_follow_from_the_text_alone(
     assert not [place for place in compared if chains[place] != expected[place]]
 
 
-def test_without_slots_the_drafter_makes_one_pass(tmp_path: Path) -> None:
+def test_without_slots_the_drafter_makes_one_pass(tmp_path):
     target = save_config("llama", tmp_path, CONFIGS)
     options = dict(budget=8, drafter=save_drafter("draft_model", tmp_path, 4))
     alone = [_with_extra_args(params, ALONE) for params in PARAMS]
@@ -162,8 +157,8 @@ def cost(monkeypatch: pytest.MonkeyPatch) -> StepCost:
 
 @pytest.mark.parametrize(("seconds", "length"), [(1e-6, 4), (1.0, 1)])
 def test_further_passes_are_made_while_they_are_worth_their_time(
-    seconds: float, length: int, cost: StepCost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    seconds, length, cost, tmp_path, monkeypatch
+):
     cost.chain = seconds
     monkeypatch.setattr(chain_budget, "TRIAL_STEPS", 10)
     target = save_config("llama", tmp_path, CONFIGS)
@@ -178,9 +173,7 @@ def test_further_passes_are_made_while_they_are_worth_their_time(
 
 
 @pytest.mark.parametrize("in_graphs", [False, True])
-def test_chains_are_verified_before_the_host_knows_them(
-    in_graphs: bool, cost: StepCost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_are_verified_before_the_host_knows_them(in_graphs, cost, tmp_path, monkeypatch):
     target = save_config("llama", tmp_path, CONFIGS)
     with engine(target, **SETTINGS) as llm:
         expected = generate_staggered(llm, PROMPTS, PARAMS, every=10)

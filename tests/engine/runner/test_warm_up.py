@@ -1,6 +1,5 @@
 """vLLM's warm-up: its own requests get drafts, and nothing is learned."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.support.driving import (
     engine,
     generate,
     random_prompts,
+    record_plain,
     runner_of,
     worker_of,
 )
@@ -39,7 +39,7 @@ from tests.verify.history import test_history
 from tests.verify.place import test_place
 
 
-def test_it_has_all_that_the_runner_calls() -> None:
+def test_it_has_all_that_the_runner_calls():
     assert not {name for name in vars(LateDrafts) if not name.startswith("_")} - set(
         vars(WarmUpDrafts)
     )
@@ -50,12 +50,8 @@ def test_it_has_all_that_the_runner_calls() -> None:
     [(2000, False, 6 * 8), (20, False, 6 * 3), (2000, True, 30)],
 )
 def test_vllms_warm_up_runs_a_step_of_the_most_nodes_on_a_gpu(
-    max_nodes: int,
-    on_cpu: bool,
-    largest_step: int,
-    llama: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    max_nodes, on_cpu, largest_step, llama, monkeypatch
+):
     grown: list[int] = []
     original = WarmUpDrafts.grow
 
@@ -66,11 +62,9 @@ def test_vllms_warm_up_runs_a_step_of_the_most_nodes_on_a_gpu(
 
     monkeypatch.setattr(WarmUpDrafts, "grow", grow)
     prompts = random_prompts(4, 20)
-    with engine(llama) as plain:
-        vanilla = generate(plain, prompts)
-    with engine(
-        llama, {"num_speculative_tokens": 8, "budget": 8}, max_num_batched_tokens=64
-    ) as llm:
+    vanilla = record_plain(llama, prompts)
+    lookahead = {"num_speculative_tokens": 8, "budget": 8}
+    with engine(llama, lookahead, max_num_batched_tokens=64) as llm:
         runner, worker = runner_of(llm), worker_of(llm)
         drafter_of(llm).max_step_nodes = max_nodes
         platform = SimpleNamespace(is_cpu=lambda: on_cpu)
@@ -86,7 +80,7 @@ BY_STEPS = {"_convolve", "_mamba2", "_gated_delta", "_move_states", "_move_input
 """The kernels that the steps of vLLM's warm-up launch: their drafts branch (`WarmUpDrafts`)."""
 
 
-def test_every_other_kernel_is_launched_at_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_other_kernel_is_launched_at_start_up(monkeypatch):
     pytest.importorskip("triton")
     launches = record_launches(monkeypatch)
     for noun, module in ON_GPUS.items():

@@ -1,27 +1,20 @@
 """While no node pays, the scheduler reserves no slots, and some steps look whether one would."""
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
-
-import pytest
-from vllm import SamplingParams
 
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.drafter.late_drafts import PROBE_EVERY
 from lookahead_vllm.engine.scheduler.scheduler import PAUSE_AFTER_STEPS
-from tests.support.driving import drafter_of, engine, generate
+from tests.support.driving import drafter_of, engine, generate, of_length, record_plain
 from tests.support.proposers import Planned
 
 PROMPT, FOUND = [5, 6, 7, 8], 50
-GREEDY = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
+GREEDY = of_length(90)
 
 
-def test_every_fourth_step_of_a_pause_looks_whether_a_node_pays(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with engine(llama) as plain:
-        answer = generate(plain, [PROMPT], GREEDY)[0][0]
+def test_every_fourth_step_of_a_pause_looks_whether_a_node_pays(llama, monkeypatch):
+    answer = record_plain(llama, [PROMPT], GREEDY)[0][0]
     drafts = {tuple(answer[:n]): DraftTree.chain(answer[n : n + 4]) for n in range(FOUND, 90)}
     monkeypatch.setattr(Planned, "TREES", drafts)
     lengths: list[int] = []

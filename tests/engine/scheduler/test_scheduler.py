@@ -1,7 +1,6 @@
 """The scheduler: what it tells the workers, and what its slots take."""
 
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ SLOTS = {"num_speculative_tokens": 16, "budget": 16}
 
 @pytest.mark.parametrize("blocks", [18, 24])
 @pytest.mark.parametrize("seed", range(3))
-def test_slots_delay_no_request_by_more_than_a_step(seed: int, blocks: int, llama: Path) -> None:
+def test_slots_delay_no_request_by_more_than_a_step(seed, blocks, llama):
     """Requests need more blocks than there are, and no draft is ever right."""
     runs = [LateSteps(llama, blocks, options, max_model_len=64) for options in (None, SLOTS)]
     for run in runs:
@@ -36,7 +35,7 @@ def test_slots_delay_no_request_by_more_than_a_step(seed: int, blocks: int, llam
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_accepted_drafts_in_few_blocks_make_a_server_faster(seed: int, llama: Path) -> None:
+def test_accepted_drafts_in_few_blocks_make_a_server_faster(seed, llama):
     """No step in flight writes to a block that belongs to another request, see `LateSteps`."""
     plain = LateSteps(llama, 24, max_model_len=64)
     plain.run(random_arrivals(random.Random(seed), 60, 30))
@@ -47,7 +46,7 @@ def test_accepted_drafts_in_few_blocks_make_a_server_faster(seed: int, llama: Pa
     assert len(late.scheduled) < 0.9 * len(plain.scheduled)
 
 
-def test_a_pause_of_drafting_gives_all_blocks_back(llama: Path) -> None:
+def test_a_pause_of_drafting_gives_all_blocks_back(llama):
     steps = LateSteps(llama, 12, {"num_speculative_tokens": 16}, max_model_len=64)
     steps.pays = False
     steps.scheduler.add_request(request("first", 2, 40))
@@ -61,7 +60,7 @@ def test_a_pause_of_drafting_gives_all_blocks_back(llama: Path) -> None:
     assert steps.admitted["second"] == now
 
 
-def test_a_session_without_input_keeps_no_blocks_of_rejected_drafts(llama: Path) -> None:
+def test_a_session_without_input_keeps_no_blocks_of_rejected_drafts(llama):
     steps = LateSteps(llama, 12, SLOTS, max_model_len=64)
     scheduler = steps.scheduler
     scheduler.add_request(request("session", 5, 9, resumable=True))
@@ -77,7 +76,7 @@ def test_a_session_without_input_keeps_no_blocks_of_rejected_drafts(llama: Path)
 
 
 @pytest.mark.parametrize("accept_all", [False, True])
-def test_slots_leave_room_before_max_model_len(accept_all: bool, llama: Path) -> None:
+def test_slots_leave_room_before_max_model_len(accept_all, llama):
     """Each request is in every step in which plain vLLM has it, until its last position."""
     runs = [
         LateSteps(llama, 64, options, lambda slots: slots * accept_all, max_model_len=40)
@@ -93,9 +92,7 @@ def test_slots_leave_room_before_max_model_len(accept_all: bool, llama: Path) ->
         assert late.scheduled == plain.scheduled
 
 
-def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(monkeypatch):
     """It gave blocks back before vLLM preempted it; the workers do not have it any more."""
     output = SimpleNamespace(
         scheduled_new_reqs=[], preempted_req_ids={"preempted"}, total_num_scheduled_tokens=1
@@ -112,9 +109,7 @@ def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(
     assert messages.kept_blocks(scheduler.schedule()) == kept
 
 
-def test_slots_that_were_all_left_empty_are_no_draft_in_a_requests_metrics(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slots_that_were_all_left_empty_are_no_draft_in_a_requests_metrics(monkeypatch):
     def add(scheduler: Any, request: Any) -> None:
         request.spec_decode_metrics = RequestSpecDecodeMetrics.new(scheduler.num_spec_tokens)
 
@@ -137,9 +132,7 @@ def test_slots_that_were_all_left_empty_are_no_draft_in_a_requests_metrics(
 @pytest.mark.parametrize(
     ("is_033", "longest", "rows"), [(False, 64, [3, 1]), (True, 64, [4, 4]), (True, 2, [3, 3])]
 )
-def test_masks_are_no_more_than_the_drafts_of_a_step_need(
-    is_033: bool, longest: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_are_no_more_than_the_drafts_of_a_step_need(is_033, longest, rows, monkeypatch):
     """From vLLM 0.33 on, all requests have equally many, one of a few numbers."""
     monkeypatch.setattr(grammar, "EQUALLY_MANY_MASKS", is_033)
     scheduler: Any = object.__new__(LookaheadScheduler)

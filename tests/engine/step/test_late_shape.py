@@ -19,7 +19,10 @@ from tests.support.driving import (
     engine,
     generate,
     generate_staggered,
+    launched_steps,
+    of_length,
     random_prompts,
+    record_plain,
     runner_of,
 )
 from tests.support.proposers import record
@@ -30,19 +33,10 @@ KINDS: list[dict[str, Any]] = [
     dict(temperature=0.8, seed=3, top_p=0.9),
     dict(temperature=0.9, seed=4, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2),
 ]
-PARAMS = [
-    SamplingParams(**KINDS[i % 3], max_tokens=30, ignore_eos=True, detokenize=False)
-    for i in range(len(PROMPTS))
-]
-DRAWN = [
-    SamplingParams(
-        temperature=(0, 0.8, 1)[i % 3], seed=i, max_tokens=30, ignore_eos=True, detokenize=False
-    )
-    for i in range(len(PROMPTS))
-]
+PARAMS = [of_length(30, **KINDS[i % 3]) for i in range(len(PROMPTS))]
+DRAWN = [of_length(30, temperature=(0, 0.8, 1)[i % 3], seed=i) for i in range(len(PROMPTS))]
 """They need nothing but the model's logits, a temperature and a seed."""
 ABORTED = (3, 7)
-MODES = ("eager", "graphs")
 MERGED = "graphs that merge contexts"
 
 
@@ -109,9 +103,9 @@ def plain(llama: Path) -> list[Any]:
     ],
 )
 def test_the_tokens_are_plain_vllms(
-    mode: str, options: dict[str, Any], llama: Path, plain: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    mode, options, llama, plain,
+    monkeypatch
+):  # fmt: skip
     record(PROMPTS, plain[2])
     may_pause = options["budget"] == "auto" and options["proposer"] == "hybrid"
     with lookahead(mode, llama, options, drafts=None if may_pause else True) as llm:
@@ -129,9 +123,8 @@ def test_the_tokens_are_plain_vllms(
             replays = [replay for replay in runner_of(llm).replays if replay.has_drafts]
             assert sum(replay.num_trees for replay in replays) > 50
             assert any(replay.num_tokens < replay.num_prepared for replay in replays)
-            assert runner_of(llm).num_tails < 0.5 * len(
-                replays
-            )  # others have all kinds of requests
+            # Others have all kinds of requests.
+            assert runner_of(llm).num_tails < 0.5 * len(replays)
             # A later graph reads all rows up to its size.
             assert runner_of(llm).input_buffers.input_ids.min() >= 0
 
@@ -143,9 +136,7 @@ def test_the_tokens_are_plain_vllms(
         (MERGED, dict(proposer="hidden_path", budget=8)),
     ],
 )
-def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(
-    mode: str, options: dict[str, Any], llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(mode, options, llama):
     def answers_of(llm: LLM) -> list[Any]:
         again = generate_staggered(llm, PROMPTS, DRAWN, every=3, reset_every=9)
         return [generate(llm, PROMPTS, DRAWN), again]
@@ -154,14 +145,12 @@ def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(
         plain = answers_of(llm)
     record(PROMPTS, plain[0])
     with lookahead(mode, llama, options) as llm:
-        runner, late, launched = runner_of(llm), runner_of(llm)._late, []
-        add_step = late.add_step
-        monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
+        launched = launched_steps(llm)
         assert answers_of(llm) == plain
         assert answers_of(llm) == plain
         in_graphs = [step for step in launched if step.graph]
         assert len(in_graphs) > 20 and all(step.has_tail for step in in_graphs)
-        assert runner.num_tails == len(in_graphs)
+        assert runner_of(llm).num_tails == len(in_graphs)
         assert drafter_of(llm).counters.moved_tokens > 5
         observed = [step.verified is not None for step in in_graphs]
         assert any(observed) is (options["proposer"] == "hybrid")
@@ -169,9 +158,7 @@ def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(
 
 @pytest.mark.parametrize("proposer", ["ngram_trie", "hybrid"])
 @pytest.mark.parametrize("mode", ["graphs", "graphs with a schedule"])
-def test_steps_without_slots_are_one_launch_after_the_model_too(
-    mode: str, proposer: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_without_slots_are_one_launch_after_the_model_too(mode, proposer, llama, monkeypatch):
     """The drafts never pay, so few steps have slots; but some do."""
     every_kind = [*DRAWN[:6], *PARAMS[6:]]
 
@@ -185,9 +172,7 @@ def test_steps_without_slots_are_one_launch_after_the_model_too(
     monkeypatch.setattr(cost, "observe", lambda work, time: time)
     with lookahead(mode, llama, {"proposer": proposer}, drafts=None) as llm:
         drafter_of(llm).proposer.cost = cost
-        runner, late, launched = runner_of(llm), runner_of(llm)._late, []
-        add_step = late.add_step
-        monkeypatch.setattr(late, "add_step", lambda step: launched.append(step) or add_step(step))
+        launched, tail_of = launched_steps(llm), runner_of(llm).cudagraph_manager.tail_of
         for _ in range(3):
             assert answers_of(llm) == plain
         without = [step for step in launched if step.is_prepared_early and not step.has_slots]
@@ -197,44 +182,24 @@ def test_steps_without_slots_are_one_launch_after_the_model_too(
         assert any(step.has_slots for step in launched)
         assert all(not step.is_prepared_early or step.graph for step in launched)
         # A tail may have more rows than the model's graph.
-        tails = [(step.graph, runner.cudagraph_manager.tail_of(step.graph)) for step in without]
-        assert any(tail.num_tokens > graph.num_tokens for graph, tail in tails)
+        graphs = [step.graph for step in without]
+        assert any(tail_of(graph).num_tokens > graph.num_tokens for graph in graphs)
 
 
-LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
+LONG = of_length(90)
 """In three KV blocks of 32."""
 
 
-def _reused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Will hold, for each step, whether it is served by what was prepared for the last one."""
-    runner, reused = runner_of(llm), []
-    begin = runner._begin
-
-    def begins(scheduled: Any) -> Any:
-        step = begin(scheduled)
-        reused.append(step.repeats)
-        return step
-
-    monkeypatch.setattr(runner, "_begin", begins)
-    return reused
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_of_the_same_batch_is_not_prepared_again(
-    mode: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with engine(llama) as llm:
-        plain = generate(llm, PROMPTS, LONG)
-    record(PROMPTS, plain)
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_a_step_of_the_same_batch_is_not_prepared_again(mode, llama):
+    plain = record_plain(llama, PROMPTS, LONG)
     with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
-        reused = _reused(llm, monkeypatch)
+        launched = launched_steps(llm)
         assert generate(llm, PROMPTS, LONG) == plain
-        assert sum(reused) > 0.6 * len(reused)
+        assert sum(step.repeats for step in launched) > 0.6 * len(launched)
 
 
-def test_steps_may_be_synchronous(
-    llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_may_be_synchronous(llama, plain, monkeypatch):
     record(PROMPTS, plain[2])
     options = {"proposer": "hidden_path", "budget": 8}
     with lookahead("eager", llama, options, async_scheduling=False) as llm:
@@ -257,24 +222,21 @@ def _fails_at_every_third_call(original: Any) -> Any:
     return failing
 
 
-def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(
-    llama: Path, plain: list[Any]
-) -> None:
+def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(llama, plain):
     with lookahead("eager", llama, {"proposer": "hybrid", "budget": 6}) as llm:
-        counters = drafter_of(llm).counters
+        counters, accepted = drafter_of(llm).counters, 0
         for name in ("plan", "_begin_and_grow", "_cut", "learn"):
             with pytest.MonkeyPatch.context() as patch:
                 original = getattr(HybridProposer, name)
                 patch.setattr(HybridProposer, name, _fails_at_every_third_call(original))
                 assert answers_of(llm) == plain
             assert counters.failures > 10, name
-            counters.failures = 0  # they were planned
+            assert counters.accepted_nodes > accepted + 10, name
+            accepted, counters.failures = counters.accepted_nodes, 0  # they were planned
 
 
 @pytest.mark.parametrize("mode", ["graphs", MERGED])
-def test_steps_that_wait_before_they_are_prepared_run_in_graphs(
-    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_wait_before_they_are_prepared_run_in_graphs(mode, llama, plain, monkeypatch):
     record(PROMPTS, plain[2])
     with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
         steps = Steps(llm, monkeypatch)
@@ -285,9 +247,7 @@ def test_steps_that_wait_before_they_are_prepared_run_in_graphs(
 
 
 @pytest.mark.parametrize("mode", ["graphs", "graphs with a schedule"])
-def test_a_step_without_a_node_runs_plain_vllms_graph(
-    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_without_a_node_runs_plain_vllms_graph(mode, llama, plain, monkeypatch):
     with lookahead(mode, llama, {"budget": 8}, drafts=False) as llm:
         monkeypatch.setattr(drafter_of(llm), "max_step_nodes", 0)
         steps = Steps(llm, monkeypatch)
@@ -297,21 +257,7 @@ def test_a_step_without_a_node_runs_plain_vllms_graph(
         assert len(empty) > 10
 
 
-@pytest.mark.parametrize("mode", ["eager", MERGED])
-def test_requests_that_start_again_keep_their_tokens(
-    mode: str, llama: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record(PROMPTS, plain[2])
-    with lookahead(mode, llama, {"proposer": "hidden_path", "budget": 8}) as llm:
-        steps = Steps(llm, monkeypatch)
-        again = generate_staggered(llm, PROMPTS, PARAMS, every=3, reset_every=9)
-        assert again == plain[2]
-        assert steps.early > 10
-
-
-def test_prompts_and_grammars_wait_for_the_drafts(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_and_grammars_wait_for_the_drafts(llama, monkeypatch):
     grammar = StructuredOutputsParams(regex="[a-z]{3}[0-9]{20}")
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=grammar)
     with lookahead("eager", llama, {"budget": 8}, skip_tokenizer_init=False) as llm:
@@ -323,7 +269,7 @@ def test_prompts_and_grammars_wait_for_the_drafts(
 # ---- metadata ------------------------------------------------------------------------------------
 
 
-def test_metadata_is_made_once_when_a_layer_asks_for_it() -> None:
+def test_metadata_is_made_once_when_a_layer_asks_for_it():
     made: list[int] = []
 
     def build() -> dict[str, Any]:

@@ -102,7 +102,7 @@ def context(step: Step) -> LogitsContext:
 
 
 @pytest.mark.parametrize("seed", [1, 5, 9, 13])  # with the sampler's markers
-def test_all_processors_follow_the_parents(seed: int) -> None:
+def test_all_processors_follow_the_parents(seed):
     """Bias, penalties, bad words, then thinking budgets, in vLLM's order."""
     sampler, step = vllm_sampler(), random_step(seed)
     assert [part.tolist() for part in step.thinking[4:]] == list(MARKERS[1])
@@ -125,7 +125,7 @@ def test_all_processors_follow_the_parents(seed: int) -> None:
     assert not torch.equal(result, before)
 
 
-def test_requests_without_such_parameters_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_without_such_parameters_launch_nothing(monkeypatch):
     sampler, step = vllm_sampler(), random_step(1)
     nodes = NodeHistory(sampler)
     nodes.parents = step.rows.parents
@@ -138,7 +138,7 @@ def test_requests_without_such_parameters_launch_nothing(monkeypatch: pytest.Mon
     assert torch.equal(logits, step.logits)
 
 
-def test_requests_of_custom_processors_need_chains() -> None:
+def test_requests_of_custom_processors_need_chains():
     sampler = vllm_sampler(custom=(Shift(None, None), Shift(None, None)))  # type: ignore[arg-type]
     nodes = NodeHistory(sampler)
     for slot, extra_args in enumerate((None, {"shift": 1}, {"shift": 1}, {"shift": 1})):

@@ -20,14 +20,14 @@ def of_scheduled(order: list[int]) -> PlacedTrees:
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-def test_drafts_are_placed_in_the_order_of_the_batch(order: list[int]) -> None:
+def test_drafts_are_placed_in_the_order_of_the_batch(order):
     step = of_scheduled(order)
     assert step.rows.tolist() == [0, 2] and step.from_proposer.tolist() == [False, True]
     assert step.starts.tolist() == [2, 6] and step.contexts.tolist() == [12, 30]
     assert step.branches and step.trees().requests.tolist() == [2]
 
 
-def test_tree_attention_may_compute_chains() -> None:
+def test_tree_attention_may_compute_chains():
     step = of_scheduled([0, 1])
     trees = step.trees(with_chains=True)  # a prompt is before row 0's chain
     assert trees is not None
@@ -38,7 +38,7 @@ def test_tree_attention_may_compute_chains() -> None:
     assert NO_DRAFTS.trees(with_chains=True) is None
 
 
-def test_a_tree_has_the_tokens_before_its_root_as_a_chain() -> None:
+def test_a_tree_has_the_tokens_before_its_root_as_a_chain():
     trees = DraftForest.of([TREE, TREE])
     own, rows = np.array([True, True]), np.array([0, 1])
     scheduled, computed = np.array([6, 4], np.int32), np.array([30, 50], np.int32)
@@ -52,7 +52,7 @@ def test_a_tree_has_the_tokens_before_its_root_as_a_chain() -> None:
     assert batch.masks[:, 0].tolist() == masks
 
 
-def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted() -> None:
+def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted():
     step = of_scheduled([0, 1])
     num_nodes = np.array([2, 0, 3])
     assert root_rows(num_nodes).tolist() == [0, 3, 4]

@@ -1,6 +1,5 @@
 """The rows of a step are sampled in chunks of bounded memory, and a step has a bounded number."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,27 +8,35 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm import SamplingParams
 
 from lookahead_vllm.engine.drafter import drafter
 from lookahead_vllm.engine.runner import dummy_runs
 from lookahead_vllm.engine.step import sampler
-from tests.support.driving import drafter_of, engine, random_prompts, runner_of
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    grown_forests,
+    of_length,
+    random_prompts,
+    record_plain,
+    runner_of,
+)
+from tests.support.logprobs import answers_with_logprobs, assert_same_logprobs
 from tests.support.proposers import record
 
 HIDDEN = {"proposer": "hidden_path", "budget": 16}
 PROMPTS = random_prompts(8, 30, seed=41)
-LENGTH = dict(max_tokens=40, ignore_eos=True, detokenize=False)
 PARAMS = [
-    SamplingParams(temperature=0, logprobs=2, **LENGTH),
-    SamplingParams(temperature=0.8, seed=3, top_p=0.9, logprobs=1, **LENGTH),
-    SamplingParams(temperature=0.7, seed=4, repetition_penalty=1.2, **LENGTH),
-    SamplingParams(temperature=0, presence_penalty=0.5, bad_words=[], **LENGTH),
+    of_length(40, logprobs=2),
+    of_length(40, temperature=0.8, seed=3, top_p=0.9, logprobs=1),
+    of_length(40, temperature=0.7, seed=4, repetition_penalty=1.2),
+    of_length(40, presence_penalty=0.5, bad_words=[]),
 ] * 2
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 20))
-def test_chunks_hold_all_rows_in_order(sizes: list[int], most: int) -> None:
+def test_chunks_hold_all_rows_in_order(sizes, most):
     ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
     chunks = sampler.chunks_of(ends, most)
     rows = [row for chunk in chunks for row in range(len(sizes))[chunk.requests]]
@@ -40,9 +47,7 @@ def test_chunks_hold_all_rows_in_order(sizes: list[int], most: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_chunks_give_the_same_answers(
-    mode: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_give_the_same_answers(mode, llama, monkeypatch):
     rows: list[int] = []
     original = sampler.NodeSampler._verify
 
@@ -52,38 +57,26 @@ def test_chunks_give_the_same_answers(
 
     monkeypatch.setattr(sampler.NodeSampler, "_verify", verify)
     with engine(llama, logprobs_mode=mode) as plain:
-        vanilla = outputs_of(plain)
-    record(PROMPTS, [[tokens] for tokens, _ in vanilla])
+        vanilla = answers_with_logprobs(plain, PROMPTS, PARAMS)
+    record(PROMPTS, [[tokens] for tokens, *_ in vanilla])
     monkeypatch.setattr(sampler, "MAX_CHUNK_BYTES", 40 * 4 * 128)
     with engine(llama, HIDDEN, logprobs_mode=mode) as llm:
-        answers = outputs_of(llm)
+        assert_same_logprobs(answers_with_logprobs(llm, PROMPTS, PARAMS), vanilla)
         assert drafter_of(llm).counters.moved_tokens > 20
     assert max(rows) <= 40 and len(rows) > 20
-    for (tokens, logprobs), (expected, logprobs_of_plain) in zip(answers, vanilla, strict=True):
-        assert tokens == expected
-        assert [list(step) for step in logprobs] == [list(step) for step in logprobs_of_plain]
-        for step, step_of_plain in zip(logprobs, logprobs_of_plain, strict=True):
-            for token, value in step.items():
-                assert value == pytest.approx(step_of_plain[token], abs=1e-4)
 
 
-def test_a_step_has_no_more_nodes_than_its_logits_may_have(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with engine(llama) as plain:
-        vanilla = outputs_of(plain)
-    record(PROMPTS, [[tokens] for tokens, _ in vanilla])
+def test_a_step_has_no_more_nodes_than_its_logits_may_have(llama, monkeypatch):
+    vanilla = record_plain(llama, PROMPTS, PARAMS)
     monkeypatch.setattr(drafter, "MAX_LOGITS_BYTES", 50 * 4 * 128)
     with engine(llama, HIDDEN) as llm:
         assert drafter_of(llm).max_step_nodes == 50
-        budgets = spy_on_nodes(llm, monkeypatch)
-        assert [tokens for tokens, _ in outputs_of(llm)] == [tokens for tokens, _ in vanilla]
-    assert 40 < max(budgets) <= 50
+        forests = grown_forests(llm)
+        assert generate(llm, PROMPTS, PARAMS) == vanilla
+    assert 40 < max(forest.num_nodes for forest in forests) <= 50
 
 
-def test_vllm_counts_the_logits_of_the_largest_step_on_a_gpu(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_counts_the_logits_of_the_largest_step_on_a_gpu(llama, monkeypatch):
     with engine(llama, HIDDEN) as llm:
         runner, rows = runner_of(llm), []
         original = runner.model.compute_logits
@@ -100,30 +93,3 @@ def test_vllm_counts_the_logits_of_the_largest_step_on_a_gpu(
         monkeypatch.setattr(dummy_runs, "current_platform", SimpleNamespace(is_cpu=lambda: False))
         runner._dummy_sampler_run(hidden_states)
         assert rows == [4, 4, 104]
-
-
-def outputs_of(llm: Any) -> list[tuple[list[int], list[dict[int, float]]]]:
-    """Tokens, and logprobs by position and token, of each answer."""
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    answers = [output.outputs[0] for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
-    return [
-        (
-            list(answer.token_ids),
-            [{t: found.logprob for t, found in step.items()} for step in answer.logprobs or ()],
-        )
-        for answer in answers
-    ]
-
-
-def spy_on_nodes(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of nodes that each step gets, as it is grown."""
-    own, sizes = runner_of(llm)._late, []
-    original = own.grow
-
-    def grow(*args: Any) -> Any:
-        drafts = original(*args)
-        sizes.append(drafts.forest.num_nodes)
-        return drafts
-
-    monkeypatch.setattr(own, "grow", grow)
-    return sizes

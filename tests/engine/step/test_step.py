@@ -24,7 +24,7 @@ def scheduled(slots: dict[str, int]) -> SchedulerOutput:
     return output
 
 
-def test_the_page_of_a_step_lists_its_fields_in_order() -> None:
+def test_the_page_of_a_step_lists_its_fields_in_order():
     page = Path(__file__).parents[3] / "docs/design.md"
     table = re.search(r"\| adds to `Step` \|\n.*?\n\n", page.read_text(), re.S)
     assert table
@@ -33,7 +33,7 @@ def test_the_page_of_a_step_lists_its_fields_in_order() -> None:
     assert listed == [field.name for field in fields(Step)]
 
 
-def test_vllm_prepares_no_more_slots_than_there_may_be_nodes() -> None:
+def test_vllm_prepares_no_more_slots_than_there_may_be_nodes():
     step = Step(scheduled({"a": 4, "b": 0, "c": 3}))
     assert step.has_slots and step.num_slots == 7 and not step.is_prepared_early
     step.prepare_early(5)
@@ -47,9 +47,7 @@ def test_vllm_prepares_no_more_slots_than_there_may_be_nodes() -> None:
     ("slots", "repeats"),
     [({"a": 4, "b": 2}, True), ({"b": 2, "a": 4}, False), ({"a": 4, "b": 3}, False)],
 )
-def test_a_step_of_the_same_batch_takes_over_what_was_prepared(
-    slots: dict[str, int], repeats: bool
-) -> None:
+def test_a_step_of_the_same_batch_takes_over_what_was_prepared(slots, repeats):
     last, step = Step(scheduled({"a": 4, "b": 2})), Step(scheduled(slots))
     last.prepare_early(5)
     last.found = last.prepared = object()
@@ -63,9 +61,7 @@ def test_a_step_of_the_same_batch_takes_over_what_was_prepared(
 @pytest.mark.parametrize(
     ("rows", "has_prefill", "is_known"), [(1, False, True), (5, False, False), (1, True, False)]
 )
-def test_a_step_that_reads_a_prompt_has_no_known_work(
-    rows: int, has_prefill: bool, is_known: bool
-) -> None:
+def test_a_step_that_reads_a_prompt_has_no_known_work(rows, has_prefill, is_known):
     runner: Any = object.__new__(LookaheadRunner)
     runner._late = SimpleNamespace(contexts=lambda step: np.array([50]))
     step = Step(SchedulerOutput.make_empty())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from vllm.v1.worker.gpu.input_batch import InputBuffers
@@ -94,21 +94,8 @@ class Engine:
         runner.cudagraph_manager = self.manager = self.captured()
 
     def captured(self) -> DraftGraphManager:
-        sizes = [8, 64, ROWS]
-        compilation = CompilationConfig(
-            mode=CompilationMode.VLLM_COMPILE,
-            cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
-            cudagraph_capture_sizes=sizes,
-            max_cudagraph_capture_size=ROWS,
-        )
-        config: Any = SimpleNamespace(
-            compilation_config=compilation,
-            scheduler_config=SimpleNamespace(max_num_seqs=ENTRIES),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
-            speculative_config=None,
-            cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        )
-        mode = compilation.cudagraph_mode
+        sizes, mode = [8, 64, ROWS], CUDAGraphMode.FULL_DECODE_ONLY
+        config = recorded_graphs.config_of(mode, sizes, ENTRIES)
         manager = DraftGraphManager(AttendedTrees(), config, CPU, mode, decode_query_len=1)
         assert manager.add_draft_graphs(LONGEST) == sizes
         manager.hidden_states = torch.zeros(ROWS, VOCAB, dtype=self.table.dtype)
@@ -223,7 +210,7 @@ def run(engine: Engine, num_requests: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 10_000), (torch.bfloat16, 2_000)])
-def test_a_tail_is_what_runs_outside_of_graphs(dtype: torch.dtype, count: int) -> None:
+def test_a_tail_is_what_runs_outside_of_graphs(dtype, count):
     requests, tokens = run(Engine(seed=1, dtype=dtype), count)
     assert tokens > 1.25 * requests
 
@@ -233,9 +220,7 @@ def _forget(draws: Draws, entry: int, *args: Any) -> None:
     draws.suffices[entry] = True
 
 
-def test_the_temperature_of_a_request_that_has_ended_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_temperature_of_a_request_that_has_ended_is_found(monkeypatch):
     engine = Engine(seed=2)
     engine.step()
     monkeypatch.setattr(Draws, "add_request", _forget)
@@ -243,9 +228,7 @@ def test_the_temperature_of_a_request_that_has_ended_is_found(
         run(engine, 500)
 
 
-def test_entries_of_padding_that_are_those_of_another_step_are_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_entries_of_padding_that_are_those_of_another_step_are_found(monkeypatch):
     engine, original = Engine(seed=3), place._place
 
     def place_without_padding(packed: Any, *args: Any) -> None:
@@ -258,13 +241,13 @@ def test_entries_of_padding_that_are_those_of_another_step_are_found(
         run(engine, 500)
 
 
-def test_a_table_that_is_too_narrow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_is_too_narrow_is_found(monkeypatch):
     monkeypatch.setattr(graph_runner, "width_for", lambda most_nodes: most_nodes - 1)
     with pytest.raises(ValueError, match="more than the width"):
         run(Engine(seed=4), 500)
 
 
-def test_a_step_that_failed_has_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_failed_has_no_output(monkeypatch):
     monkeypatch.setattr(LookaheadRunner, "sample_tokens", lambda *_: None)
     engine = Engine(seed=5)
     run(engine, 1)

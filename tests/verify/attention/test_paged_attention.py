@@ -55,12 +55,12 @@ def cases(draw: st.DrawFn) -> PagedAttentionCase:
 @pytest.mark.parametrize("impl", IMPLS)
 @settings(max_examples=8 if IS_INTERPRETED else 60, deadline=None)  # the interpreter is slow
 @given(case=cases())
-def test_it_equals_float64_and_writes_no_other_row(impl: str, case: PagedAttentionCase) -> None:
+def test_it_equals_float64_and_writes_no_other_row(impl, case):
     case.check(impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_batch_of_trees_a_prompt_a_decode_and_an_empty_draft(impl: str) -> None:
+def test_a_batch_of_trees_a_prompt_a_decode_and_an_empty_draft(impl):
     """With all options; the first tree has several tiles, and masks of several words."""
     trees = [
         random_tree(np.random.default_rng(1), 70),
@@ -79,16 +79,14 @@ def test_a_batch_of_trees_a_prompt_a_decode_and_an_empty_draft(impl: str) -> Non
     ("context", "head_size", "dtype"),
     [(0, 72, torch.float32), (31, 256, torch.float16), (32, 96, torch.float32)],
 )
-def test_heads_and_ends_of_contexts_that_fill_no_block(
-    context: int, head_size: int, dtype: torch.dtype
-) -> None:
+def test_heads_and_ends_of_contexts_that_fill_no_block(context, head_size, dtype):
     tree = random_tree(np.random.default_rng(head_size), 6)
     case = PagedAttentionCase([tree], [context], block_size=32, head_size=head_size, dtype=dtype)
     case.check("triton")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_an_fp8_cache(impl: str) -> None:
+def test_an_fp8_cache(impl):
     trees = [random_tree(np.random.default_rng(5), 12), DraftTree.chain(range(20))]
     case = PagedAttentionCase(
         trees, [50, 17], head_size=64, fp8=True, layout="heads first", causal=(1,), poison=math.nan
@@ -101,7 +99,7 @@ def test_an_fp8_cache(impl: str) -> None:
     ("num_splits", "options"),
     [(1, {}), (2, {"window": 100}), (3, {"sinks": True, "soft_cap": 5.0}), (7, {"fp8": True})],
 )
-def test_splits_of_the_context_give_the_same(num_splits: int, options: dict[str, object]) -> None:
+def test_splits_of_the_context_give_the_same(num_splits, options):
     from lookahead_vllm.verify.attention.triton import attend
 
     trees = [random_tree(np.random.default_rng(2), 9), DraftTree.chain([1, 2]), DraftTree.chain([])]
@@ -134,9 +132,7 @@ def attend_contexts(call: PagedCall) -> torch.Tensor:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0])
 @pytest.mark.parametrize("holds_all", [False, True])
-def test_draft_blocks_are_merged_with_contexts_of_others(
-    impl: str, soft_cap: float, holds_all: bool
-) -> None:
+def test_draft_blocks_are_merged_with_contexts_of_others(impl, soft_cap, holds_all):
     rng = np.random.default_rng(3)
     trees = [random_tree(rng, 12), random_tree(rng, 70), DraftTree.chain([]), DraftTree.chain([0])]
     case = PagedAttentionCase(

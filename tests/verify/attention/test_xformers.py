@@ -29,7 +29,7 @@ def _xformers_on_cpus() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("layout", "block_size"), [("tokens first", 16), ("heads first", 32), ("halves", 48)]
 )
-def test_it_equals_float64_and_writes_no_other_row(layout: str, block_size: int) -> None:
+def test_it_equals_float64_and_writes_no_other_row(layout, block_size):
     trees = [
         random_tree(np.random.default_rng(1), 40),
         DraftTree.chain(range(20)),
@@ -42,13 +42,13 @@ def test_it_equals_float64_and_writes_no_other_row(layout: str, block_size: int)
     case.check("xformers")
 
 
-def test_a_long_context_is_split() -> None:
+def test_a_long_context_is_split():
     trees = [random_tree(np.random.default_rng(2), 66), DraftTree.chain([1, 2])]
     case = PagedAttentionCase(trees, [600, 3], 2, 1, head_size=16, dtype=torch.float16)
     case.check("xformers")
 
 
-def test_buffers_of_a_graph() -> None:
+def test_buffers_of_a_graph():
     """Each step fills them anew; without a tree, nothing is written."""
     fixed = FixedBatch(48, 8, 16, 200, "cpu")
     for sizes in ([15, 7, 2], [4]):
@@ -76,7 +76,7 @@ def test_buffers_of_a_graph() -> None:
     ],
     ids=str,
 )
-def test_it_says_what_it_cannot_do(options: dict[str, object], reason: str) -> None:
+def test_it_says_what_it_cannot_do(options, reason):
     given = {"dtype": torch.float16, "head_size": 16, **options}
     case = PagedAttentionCase([DraftTree.chain([1, 2])], [20], **given)
     with pytest.raises(ValueError, match=reason):

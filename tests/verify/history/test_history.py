@@ -219,7 +219,7 @@ def apply_vllm(step: Step, what: str, kernels: Any) -> None:
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize("what", EXPECTED)
 @pytest.mark.parametrize("seed", range(6))
-def test_rows_are_treated_as_requests_of_their_own(what: str, seed: int) -> None:
+def test_rows_are_treated_as_requests_of_their_own(what, seed):
     step = random_step(seed, most=2 * seed)
     expected, written_out = EXPECTED[what](step), step.written_out()
     apply(step, what)
@@ -230,7 +230,7 @@ def test_rows_are_treated_as_requests_of_their_own(what: str, seed: int) -> None
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("seed", [1, 2])
-def test_markers_are_found_step_by_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_markers_are_found_step_by_step(seed, monkeypatch):
     from lookahead_vllm.verify.history import triton as triton_history
 
     monkeypatch.setattr(triton_history, "_SCAN_BLOCK", 8)  # a text has several blocks
@@ -245,7 +245,7 @@ def test_markers_are_found_step_by_step(seed: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("seed", range(4))
-def test_a_shorter_text_is_scanned_again(seed: int) -> None:
+def test_a_shorter_text_is_scanned_again(seed):
     """Text that was scanned, and ended thinking, is gone."""
     step = random_step(seed)
     expected = with_forced_ends(step)
@@ -270,7 +270,7 @@ def vllm_kernels() -> Any:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("what", EXPECTED)
 @pytest.mark.parametrize("seed", range(3))
-def test_it_equals_vllm(what: str, seed: int, vllm_kernels: Any) -> None:
+def test_it_equals_vllm(what, seed, vllm_kernels):
     """Bit by bit: chains, and the nodes of trees as requests of their own."""
     ours, theirs = (random_step(seed, chains=True) for _ in range(2))
     apply(ours, what)
@@ -285,7 +285,7 @@ def test_it_equals_vllm(what: str, seed: int, vllm_kernels: Any) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("seed", range(2))
-def test_the_marker_cache_can_be_vllms_in_the_next_step(seed: int, vllm_kernels: Any) -> None:
+def test_the_marker_cache_can_be_vllms_in_the_next_step(seed, vllm_kernels):
     """Steps with and without branching trees share it."""
     step = random_step(seed, chains=True)
     for i in range(4):
@@ -299,7 +299,7 @@ def test_the_marker_cache_can_be_vllms_in_the_next_step(seed: int, vllm_kernels:
         step.emit(seed + i)
 
 
-def test_nothing_is_read_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_on_a_device(monkeypatch):
     """Meta tensors have no data: whatever read some, or made a shape of it, would raise."""
     pytest.importorskip("triton")
     from tests.support.triton_launches import record_launches

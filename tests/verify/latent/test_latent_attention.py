@@ -1,7 +1,6 @@
 """Latent attention is exact for trees: a row attends to the context, its ancestors and itself."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,19 +26,19 @@ def trees_of(*sizes: int) -> list[DraftTree]:
     ],
     ids=str,
 )
-def test_it_equals_float64(impl: str, options: dict[str, Any]) -> None:
+def test_it_equals_float64(impl, options):
     LatentCase(trees_of(40, 0, 3), [33, 5, 0], **options).check(impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("context", [15, 16, 31, 32])
-def test_every_position_of_the_end_in_a_page(impl: str, context: int) -> None:
+def test_every_position_of_the_end_in_a_page(impl, context):
     LatentCase(trees_of(20), [context]).check(impl)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("num_splits", "fp8"), [(2, False), (3, True), (7, False)])
-def test_splits_of_the_context_give_the_same(num_splits: int, fp8: bool) -> None:
+def test_splits_of_the_context_give_the_same(num_splits, fp8):
     from lookahead_vllm.verify.latent.triton import attend
 
     LatentCase(trees_of(9, 3, 0), [300, 40, 3], fp8=fp8).check(

@@ -26,9 +26,7 @@ def case_of(seed: int, sizes: list[int]) -> PagedAttentionCase:
     [(64, [[33, 2, 2], [2], [3, 9, 2, 2, 5]]), (16, [[15], [2, 2, 3], [2] * 5])],
     ids=["one program for a context", "several programs"],
 )
-def test_each_step_has_its_own_trees_at_the_same_addresses(
-    impl: str, num_tokens: int, steps: list[list[int]]
-) -> None:
+def test_each_step_has_its_own_trees_at_the_same_addresses(impl, num_tokens, steps):
     fixed = FixedBatch(num_tokens, max_requests=8, max_size=40, max_context=1000, device="cpu")
     fields = ("requests", "starts", "sizes", "contexts", "firsts", "depths", "masks", "tokens")
     tensors = {name: getattr(fixed.batch, name) for name in fields}
@@ -50,7 +48,7 @@ def test_each_step_has_its_own_trees_at_the_same_addresses(
 
 @pytest.mark.parametrize("holds_all", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_forest_fills_the_buffers_as_its_branching_trees_do(seed: int, holds_all: bool) -> None:
+def test_a_forest_fills_the_buffers_as_its_branching_trees_do(seed, holds_all):
     rng = np.random.default_rng(seed)
     trees = [
         random_tree(rng, size) if size % 2 else DraftTree.chain([0] * size)
@@ -73,7 +71,7 @@ def test_a_forest_fills_the_buffers_as_its_branching_trees_do(seed: int, holds_a
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_without_trees_no_row_is_written(impl: str) -> None:
+def test_without_trees_no_row_is_written(impl):
     case = case_of(0, [4, 4])
     fixed = FixedBatch(16, max_requests=8, max_size=40, max_context=1000, device="cpu")
     fixed.fill(case.batch)
@@ -87,7 +85,7 @@ def test_without_trees_no_row_is_written(impl: str) -> None:
     assert case.run(impl, smallest.batch).isnan().all()
 
 
-def test_the_expected_number_of_trees_limits_the_splits_only() -> None:
+def test_the_expected_number_of_trees_limits_the_splits_only():
     for tokens, requests, entries, expected in ((64, 32, 21, 8), (64, 4, 4, 4), (4, 4, 1, 1)):
         batch = FixedBatch(tokens, requests, max_size=9, max_context=99, device="cpu").batch
         assert (len(batch), batch.expected_requests) == (entries, expected)
@@ -98,7 +96,7 @@ def test_the_expected_number_of_trees_limits_the_splits_only() -> None:
     [([2] * 5, 8, 3), ([2, 9], 16, 3), ([5, 5, 5], 16, 3), ([2, 2], 16, 200)],
     ids=["too many trees", "too large a tree", "too many rows", "too long a context"],
 )
-def test_a_step_that_does_not_fit_is_refused(step: tuple[list[int], int, int]) -> None:
+def test_a_step_that_does_not_fit_is_refused(step):
     sizes, tokens, context = step
     fixed = FixedBatch(tokens, max_requests=4, max_size=7, max_context=100, device="cpu")
     trees = [DraftTree.from_lists(range(n), [-1] * n) for n in sizes]

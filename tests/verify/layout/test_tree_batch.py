@@ -47,12 +47,6 @@ def test_a_row_attends_to_its_ancestors_and_itself(forest):
     assert row == len(batch.depths) == len(batch.masks)
 
 
-def test_a_tree_of_256_nodes_has_nine_words():
-    batch = TreeBatch.build([DraftTree.chain(range(256))], [0], [0], [0])
-    assert batch.masks.shape == (257, 9)
-    assert attended(batch.masks[-1]) == set(range(257))
-
-
 def test_ends_bound_rows_tokens_and_slots():
     batch = TreeBatch.build([EMPTY_TREE, DraftTree.chain([1, 2])], [4, 2], [9, 5], [3, 30])
     assert batch.ends == (5, 10, 33)

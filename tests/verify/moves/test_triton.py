@@ -42,9 +42,7 @@ def caches_of(dtype: torch.dtype, heads_first: bool = True) -> list[torch.Tensor
         (torch.bfloat16, False, True),
     ],
 )
-def test_only_the_given_slots_are_written_in_every_layer(
-    dtype: torch.dtype, heads_first: bool, is_flat: bool
-) -> None:
+def test_only_the_given_slots_are_written_in_every_layer(dtype, heads_first, is_flat):
     """Of a fixed number of entries, most map to themselves."""
     from lookahead_vllm.verify.moves.triton import PagedKVMover
 
@@ -66,7 +64,7 @@ def test_only_the_given_slots_are_written_in_every_layer(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
-def test_slots_are_sent_to_another_cache(dtype: torch.dtype) -> None:
+def test_slots_are_sent_to_another_cache(dtype):
     from lookahead_vllm.verify.moves.triton import PagedKVMover
 
     here, there = caches_of(dtype), caches_of(dtype)
@@ -80,7 +78,7 @@ def test_slots_are_sent_to_another_cache(dtype: torch.dtype) -> None:
         assert torch.equal(cache.float(), same.float())
 
 
-def test_entries_without_a_slot_are_skipped() -> None:
+def test_entries_without_a_slot_are_skipped():
     """vLLM marks tokens without KV by a slot of -1."""
     from lookahead_vllm.verify.moves.triton import PagedKVMover
 

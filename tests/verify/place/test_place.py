@@ -131,7 +131,7 @@ def no_lengths() -> torch.Tensor:
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("most", "groups"), [(0, 1), (9, 1), (9, 3), (70, 2)])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_row_is_where_its_request_is(seed: int, most: int, groups: int) -> None:
+def test_every_row_is_where_its_request_is(seed, most, groups):
     case = random_case(seed, most, groups, most_requests=1 if most == 70 else ENTRIES)
     rows, lengths = stale_rows(groups), no_lengths()
     Placer(case.table, rows).place(*arguments_of(case), lengths)
@@ -139,7 +139,7 @@ def test_every_row_is_where_its_request_is(seed: int, most: int, groups: int) ->
 
 
 @pytest.mark.interpreted("too")
-def test_the_lengths_of_trees_may_be_contexts_alone() -> None:
+def test_the_lengths_of_trees_may_be_contexts_alone():
     case, rows, lengths = random_case(5), stale_rows(1), no_lengths()
     Placer(case.table, rows).place(*arguments_of(case), lengths, contexts_only=True)
     check(case, rows, expected(case)[1])
@@ -148,7 +148,7 @@ def test_the_lengths_of_trees_may_be_contexts_alone() -> None:
 
 
 @pytest.mark.interpreted("too")
-def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
+def test_rows_that_were_written_in_another_way_are_left_alone():
     case, rows, lengths = random_case(3), stale_rows(1), no_lengths()
     split = case.split
     split.clear()
@@ -158,7 +158,7 @@ def test_rows_that_were_written_in_another_way_are_left_alone() -> None:
 
 
 @pytest.mark.interpreted("too")
-def test_a_step_in_a_graph_without_trees_has_no_lengths_of_trees() -> None:
+def test_a_step_in_a_graph_without_trees_has_no_lengths_of_trees():
     case = random_case(3)
     rows = stale_rows(1)
     Placer(case.table, rows).place(*arguments_of(case))

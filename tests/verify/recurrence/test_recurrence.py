@@ -1,6 +1,6 @@
 """Recurrent layers at the nodes of trees equal the recurrence along each path."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def check(layer: Layer, step: Step) -> None:
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("seed", "chains"), [(0, False), (1, False), (2, False), (0, True)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_each_row_continues_its_parent(kind: str, seed: int, chains: bool) -> None:
+def test_each_row_continues_its_parent(kind, seed, chains):
     step = random_step(seed, SIZES, chains=chains, paddings=seed % 3)
     check(LAYERS[kind](seed), step)
 
@@ -87,7 +87,7 @@ def test_each_row_continues_its_parent(kind: str, seed: int, chains: bool) -> No
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [(BF16, BF16), (BF16, F32), (F32, BF16)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_other_dtypes(kind: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+def test_other_dtypes(kind, dtype, cache_dtype):
     check(LAYERS[kind](5, dtype, cache_dtype), random_step(5, [7, 0, 5]))
 
 
@@ -106,7 +106,7 @@ def commit(
 @pytest.mark.interpreted("too")
 @pytest.mark.parametrize(("dtype", "commits"), [(F32, True), (F32, False), (BF16, True)])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_steps_of_trees_equal_plain_decode(kind: str, dtype: torch.dtype, commits: bool) -> None:
+def test_steps_of_trees_equal_plain_decode(kind, dtype, commits):
     """Bit by bit, through the commits; rounding in the cache is that of plain decode."""
     layer = LAYERS[kind](4, dtype, dtype)
     cache, plain = layer.cache.clone(), layer.cache.clone()
@@ -137,7 +137,7 @@ def test_steps_of_trees_equal_plain_decode(kind: str, dtype: torch.dtype, commit
     assert all(equal) == commits
 
 
-def test_parents_that_no_tree_has_are_refused() -> None:
+def test_parents_that_no_tree_has_are_refused():
     step = random_step(0, [4])
     changes: list[tuple[str, dict[str, Tensor], str]] = [
         ("mamba2", {"parents": torch.tensor([0, 0, 3, 0, 0, 0], dtype=torch.int32)}, "parent"),
@@ -178,8 +178,12 @@ def levels(step: Step) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]
         yield [row for _, row, _ in level], [where for _, _, where in level]
 
 
-def by_levels(layer: Any, step: Step, inputs: Any, one_token: Any) -> tuple[Tensor, Tensor]:
-    """Outputs and cache of `one_token(states, inputs)`, which updates a batch of states."""
+def check_levels(
+    layer: Any, step: Step, one_token: Any, check: Callable[[Tensor, Tensor], None]
+) -> None:
+    """Compare outputs and states with `one_token(states, inputs)`, which updates a batch of states,
+    called for one depth after another."""
+    inputs = layer.draw(step.num_rows)
     cache, outputs = layer.cache.clone(), {}
     roots = [
         cache[columns[max(int(accepted), 1) - 1]].clone()
@@ -195,20 +199,20 @@ def by_levels(layer: Any, step: Step, inputs: Any, one_token: Any) -> tuple[Tens
             outputs[row] = y
         for state, (request, _, place) in zip(states, places, strict=True):
             cache[step.columns[request, place]] = state
-    return torch.stack([outputs[row] for row in sorted(outputs)]), cache
+    after = layer.cache.clone()
+    out = layer.run(after, inputs, step.trees())
+    check(out, torch.stack([outputs[row] for row in sorted(outputs)]))
+    check(after, cache)
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [(F32, F32), (BF16, BF16), (BF16, F32)])
 @pytest.mark.parametrize("seed", range(3))
-def test_mamba2_has_the_bits_of_vllms_kernel(
-    dtype: torch.dtype, cache_dtype: torch.dtype, seed: int, ops: Any
-) -> None:
+def test_mamba2_has_the_bits_of_vllms_kernel(dtype, cache_dtype, seed, ops):
     if not ROUNDS_TO_NEAREST and dtype == cache_dtype == BF16:
         pytest.skip("vLLM's kernel is far from the recurrence in bfloat16 on this processor")
     unit = 4 if dtype == cache_dtype == F32 else 8  # vLLM loads 8 aligned values of bfloat16
     layer = Mamba2(seed, dtype, cache_dtype, sizes=(4, 2, 16, 64 + unit * seed))
     step = random_step(seed, [7, 0, 9], paddings=0)
-    inputs = layer.draw(step.num_rows)
 
     def one_token(states: Tensor, rows: Any) -> Tensor:
         x, dt, A, B, C, D, dt_bias = layer.arguments(rows)
@@ -219,24 +223,18 @@ def test_mamba2_has_the_bits_of_vllms_kernel(
         )
         return out
 
-    expected, after = by_levels(layer, step, inputs, one_token)
-    cache = layer.cache.clone()
-    check_bits(layer.run(cache, inputs, step.trees()), expected)
-    check_bits(cache, after)
+    check_levels(layer, step, one_token, check_bits)
 
 
 @pytest.mark.parametrize("cache_dtype", [F32, BF16])
 @pytest.mark.parametrize("seed", range(3))
-def test_gated_delta_has_the_bits_of_vllms_kernel(
-    cache_dtype: torch.dtype, seed: int, ops: Any
-) -> None:
+def test_gated_delta_has_the_bits_of_vllms_kernel(cache_dtype, seed, ops):
     """It takes bfloat16 alone."""
     if not ROUNDS_TO_NEAREST:
         pytest.skip("vLLM's kernel is far from the recurrence in bfloat16 on this processor")
     sizes = [(2, 4, 64, 64), (1, 2, 128, 128), (2, 4, 96, 32)][seed]
     layer = GatedDelta(seed, BF16, cache_dtype, sizes=sizes)
     step = random_step(seed, [7, 0, 9], paddings=0)
-    inputs = layer.draw(step.num_rows)
 
     def one_token(states: Tensor, rows: Any) -> Tensor:
         q, k, v, a, b = (t.contiguous() for t in rows)
@@ -246,17 +244,12 @@ def test_gated_delta_has_the_bits_of_vllms_kernel(
             True,
         ).view(v.shape)  # fmt: skip
 
-    expected, after = by_levels(layer, step, inputs, one_token)
-    cache = layer.cache.clone()
-    check_bits(layer.run(cache, inputs, step.trees()), expected)
-    check_bits(cache, after)
+    check_levels(layer, step, one_token, check_bits)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_convolutions_have_the_bits_of_vllms_kernel(
-    dtype: torch.dtype, seed: int, ops: Any
-) -> None:
+def test_convolutions_have_the_bits_of_vllms_kernel(dtype, seed, ops):
     layer = Convolution(seed, dtype, dtype)
     step = random_step(seed, [7, 0, 9], paddings=0)
     (x,) = layer.draw(step.num_rows)
@@ -271,26 +264,30 @@ def test_convolutions_have_the_bits_of_vllms_kernel(
     assert torch.equal(out, expected)
 
 
-def test_windows_of_paths() -> None:
+def paths_of(layer: Convolution, step: Step) -> Iterator[tuple[Tensor, list[int]]]:
+    """The inputs before each row's root, and the rows from there to it."""
+    starts = step.trees().starts.tolist()
+    for request, tree in enumerate(step.parents):
+        columns = step.columns[request].tolist()
+        root = layer.before_root(layer.cache, columns, int(step.accepted[request]))
+        for place in range(len(tree)):
+            yield root, [starts[request] + above for above in step.path(request, place)]
+
+
+def test_windows_of_paths():
     layer = Convolution(0, F32, BF16)
     step = random_step(2, [7, 0, 9], branches=True)
     (x,) = layer.draw(step.num_rows)
     cache = layer.cache.clone()
     windows = cpu.path_windows(x, cache, layer.width, step.trees())
-    first = 0
-    for request, tree in enumerate(step.parents):
-        columns = step.columns[request].tolist()
-        root = layer.before_root(layer.cache, columns, int(step.accepted[request]))
-        for place in range(len(tree)):
-            above = [x[first + p].to(BF16).double() for p in step.path(request, place)[:-1]]
-            inputs = torch.stack([*root.T, *above], dim=1)
-            assert torch.equal(windows[first + place].double(), inputs[:, 1 - layer.width :])
-        first += len(tree)
-    assert not windows[first:].any()
+    for row, (root, path) in enumerate(paths_of(layer, step)):
+        inputs = torch.stack([*root.T, *x[path[:-1]].to(BF16).double()], dim=1)
+        assert torch.equal(windows[row].double(), inputs[:, 1 - layer.width :])
+    assert not windows[sum(map(len, step.parents)) :].any()
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX512-BF16")
-def test_windows_of_paths_give_packed_kernels_all_rows_at_once(ops: Any) -> None:
+def test_windows_of_paths_give_packed_kernels_all_rows_at_once(ops):
     """vLLM's convolution of gated delta nets in bfloat16 has sums that no other kernel has."""
     layer = Convolution(0, BF16, BF16, dim=64)
     step = random_step(3, [7, 0, 6], paddings=0)
@@ -305,13 +302,8 @@ def test_windows_of_paths_give_packed_kernels_all_rows_at_once(ops: Any) -> None
 
     windows = cpu.path_windows(x, layer.cache.clone(), layer.width, step.trees())
     out = one_token(x, windows)
-    first = 0
-    for request, tree in enumerate(step.parents):
-        columns = step.columns[request].tolist()
-        root = layer.before_root(layer.cache, columns, int(step.accepted[request]))
-        for place in range(len(tree)):
-            window = root.to(BF16).T.contiguous().T[None]
-            for above in step.path(request, place):
-                y = one_token(x[first + above][None], window)
-            assert torch.equal(out[first + place], y[0])
-        first += len(tree)
+    for row, (root, path) in enumerate(paths_of(layer, step)):
+        window = root.to(BF16).T.contiguous().T[None]
+        for above in path:
+            y = one_token(x[above][None], window)
+        assert torch.equal(out[row], y[0])

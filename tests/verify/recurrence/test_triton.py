@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.support.recurrence_cases import Convolution, GatedDelta, Mamba2, random_step
-from tests.verify.recurrence.test_recurrence import BF16, F32, by_levels
+from tests.verify.recurrence.test_recurrence import BF16, F32, check_levels
 
 pytestmark = pytest.mark.interpreted
+
+STEP = random_step(1, [6, 0, 7], paddings=0)
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +34,12 @@ def vllm_kernels() -> Any:
     return causal_conv1d, mamba_ssm, fused_recurrent
 
 
-def check(layer: Mamba2 | GatedDelta, one_token: Any) -> None:
-    """A step of trees equals `one_token`, level by level, to the bit."""
-    step = random_step(1, [6, 0, 7], paddings=0)
-    inputs = layer.draw(step.num_rows)
-    expected, after = by_levels(layer, step, inputs, one_token)
-    cache = layer.cache.clone()
-    assert torch.equal(layer.run(cache, inputs, step.trees()), expected)
-    assert torch.equal(cache, after)
+def check(actual: Tensor, expected: Tensor) -> None:
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_mamba2_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
+def test_mamba2_equals_vllm(dtype, vllm_kernels):
     layer = Mamba2(1, dtype, dtype)
     kernel = vllm_kernels[1]._selective_scan_update_kernel
 
@@ -59,11 +55,11 @@ def test_mamba2_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
         )  # fmt: skip
         return out
 
-    check(layer, one_token)
+    check_levels(layer, STEP, one_token, check)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_gated_delta_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
+def test_gated_delta_equals_vllm(dtype, vllm_kernels):
     layer = GatedDelta(1, dtype, dtype)
     plain = vllm_kernels[2].fused_recurrent_gated_delta_rule_packed_decode
 
@@ -79,13 +75,11 @@ def test_gated_delta_equals_vllm(dtype: torch.dtype, vllm_kernels: Any) -> None:
         states.copy_(pool[1:])
         return out[:, 0]
 
-    check(layer, one_token)
+    check_levels(layer, STEP, one_token, check)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_chains_of_a_convolution_equal_vllm(
-    seed: int, vllm_kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_of_a_convolution_equal_vllm(seed, vllm_kernels, monkeypatch):
     """Its kernel for chains leaves the same window."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
