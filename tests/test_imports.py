@@ -23,15 +23,8 @@ ALLOWED: dict[str, set[str]] = {
     "draft/growth": {"numpy", "draft", "draft/trie"},
     "draft/window": {"numpy", "options", "draft", "draft/budget"},
     "draft/proposers": {
-        *(
-            "numpy",
-            "options",
-            "draft",
-            "draft/budget",
-            "draft/growth",
-            "draft/trie",
-            "draft/window",
-        ),
+        *("numpy", "options", "draft", "draft/budget"),
+        *("draft/growth", "draft/trie", "draft/window"),
     },
     "draft/cache": {"numpy", "draft", "draft/growth", "draft/trie", "draft/proposers"},
     "draft/fleet": {"numpy", "draft", "draft/growth", "draft/trie", "draft/proposers"},
