@@ -172,7 +172,7 @@ def _grow_some(
     while num_busy:
         num_busy = 0
         for hand in range(num_hands):
-            num_busy += _move_on(trie, texts, limits, shared, step, in_hand, hand)
+            num_busy += _move_on(trie, lines, texts, limits, shared, step, in_hand, hand)
         for hand in range(num_hands):
             tree = in_hand.state[hand, TREE]
             if tree >= 0:
@@ -197,6 +197,7 @@ def _grow_some(
 @borrowing_kernel
 def _move_on(
     trie: TrieArrays,
+    lines: Int32s,
     texts: TextArrays,
     limits: TreeLimits,
     shared: SharedTrees,
@@ -211,7 +212,7 @@ def _move_on(
         tree = state[TREE]
         if tree >= 0:
             bounds = bounds_of(trees[tree], limits)
-            if take_buds(trie, texts, trees[tree, ROW], bounds, in_hand, hand):
+            if take_buds(trie, lines, texts, trees[tree, ROW], bounds, in_hand, hand):
                 return True
             trees[tree, SIZE] = state[GROWN]
             copy_nodes(nodes_of(in_hand, hand), 0, state[GROWN], shared_nodes, trees[tree, START])
@@ -220,7 +221,7 @@ def _move_on(
         if tree < 0:
             return False
         bounds = bounds_of(trees[tree], limits)
-        if begin_tree(trie, texts, trees[tree, ROW], bounds, in_hand, hand):
+        if begin_tree(trie, lines, texts, trees[tree, ROW], bounds, in_hand, hand):
             return True
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.growth.candidates import CHOSEN, add_candidate
+from lookahead_vllm.draft.instructions import prefetch
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.suffix import Hashes, advance, hash_in_space
@@ -108,6 +109,14 @@ def _line_of(lines: Int32s, space: int, hashes: Hashes, length: int) -> tuple[np
 
 
 @borrowing_kernel
+def look_up_choices(lines: Int32s, space: int, hashes: Hashes) -> None:
+    """Have the memory fetch the lines of a text's suffixes."""
+    if space != NO_SPACE:
+        for length in range(NUM_LENGTHS):
+            prefetch(lines[_line_of(lines, space, hashes, length)[0]], 0)
+
+
+@borrowing_kernel
 def find_choices(
     lines: Int32s, space: int, hashes: Hashes, evidence: Int32s, size: int, max_size: int
 ) -> tuple[int, int]:
@@ -181,7 +190,7 @@ def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices) -> None:
             )
 
 
-@kernel
+@borrowing_kernel
 def _keep(
     lines: Int32s,
     space: int,

@@ -33,7 +33,7 @@ from lookahead_vllm.draft.growth.candidates import (
     match,
 )
 from lookahead_vllm.draft.growth.chains import find_drafted, follow_chain, is_drafted
-from lookahead_vllm.draft.growth.recycling import find_choices, is_from_cell
+from lookahead_vllm.draft.growth.recycling import find_choices, is_from_cell, look_up_choices
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.sources import ANSWERS, DRAFTER, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.trie.suffix import (
@@ -173,8 +173,24 @@ def _num_suffixes(prob: np.float32) -> int:
 
 
 @borrowing_kernel
+def _look_up(
+    trie: TrieArrays,
+    lines: Int32s,
+    spaces: Int32s,
+    in_hand: InHand,
+    hand: int,
+    here: int,
+    num_suffixes: int,
+) -> None:
+    hashes = in_hand.hashes[hand, here + 1]
+    look_up(trie, spaces, hashes, lookups_of(in_hand, hand), num_suffixes)
+    look_up_choices(lines, spaces[CHOICES], hashes)
+
+
+@borrowing_kernel
 def begin_tree(
     trie: TrieArrays,
+    lines: Int32s,
     texts: TextArrays,
     row: int,
     bounds: tuple[int, int, int],
@@ -190,14 +206,14 @@ def begin_tree(
     max_nodes, max_depth, _ = bounds
     if max_nodes == 0 or max_depth == 0:
         return False
-    lookups = lookups_of(in_hand, hand)
-    look_up(trie, texts.spaces[row], in_hand.hashes[hand, 0], lookups, NUM_SUFFIXES)
+    _look_up(trie, lines, texts.spaces[row], in_hand, hand, -1, NUM_SUFFIXES)
     return True
 
 
 @borrowing_kernel
 def take_buds(
     trie: TrieArrays,
+    lines: Int32s,
     texts: TextArrays,
     row: int,
     bounds: tuple[int, int, int],
@@ -222,8 +238,8 @@ def take_buds(
             state[HERE] = here
             advance(hashes[parent + 1], fields[0, here], hashes[here + 1])
             places[here + 1] = follow_chain(texts.chains[row], places[parent + 1], fields[0, here])
-            lookups, num_suffixes = lookups_of(in_hand, hand), _num_suffixes(probs[here])
-            look_up(trie, texts.spaces[row], hashes[here + 1], lookups, num_suffixes)
+            num_suffixes = _num_suffixes(probs[here])
+            _look_up(trie, lines, texts.spaces[row], in_hand, hand, here, num_suffixes)
             return True
     return False
 
