@@ -21,7 +21,7 @@ def test_every_module_with_a_kernel_is_hashed():
     assert set(with_kernel) <= set(hashed)
 
 
-def test_only_borrowing_kernels_take_views_from_borrowing_kernels() -> None:
+def test_only_borrowing_kernels_take_views_from_borrowing_kernels():
     """Others would release a reference that was never counted, and so corrupt memory."""
     functions = [
         node

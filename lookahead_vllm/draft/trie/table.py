@@ -311,7 +311,7 @@ def matches(edges: Int64s, key: int, slot: int) -> np.int64:
     )
 
 
-@borrowing_kernel
+@kernel
 def _value(edges: Int64s, live: Int32s, slot: int, now: int) -> int:
     """The priority with which an edge is kept.
 
@@ -332,7 +332,7 @@ def _value(edges: Int64s, live: Int32s, slot: int, now: int) -> int:
     return (weight << 16) + MAX_UINT16 - age
 
 
-@borrowing_kernel
+@kernel
 def count(
     edges: Int64s,
     live: Int32s,
