@@ -55,7 +55,7 @@ def paths(tree: DraftTree) -> list[list[int]]:
     return found
 
 
-def test_a_tree_holds_the_chain_and_the_alternatives_beside_it() -> None:
+def test_a_tree_holds_the_chain_and_the_alternatives_beside_it():
     proposer = make()
     proposer.start("r", [1, 2])
     follow(proposer, 5, 6, 7)
@@ -67,7 +67,7 @@ def test_a_tree_holds_the_chain_and_the_alternatives_beside_it() -> None:
     assert set(tree.sources.tolist()) == {DRAFTER}
 
 
-def test_the_trie_goes_on_behind_the_chain_and_finds_the_chain_from_a_branch() -> None:
+def test_the_trie_goes_on_behind_the_chain_and_finds_the_chain_from_a_branch():
     proposer = make()
     proposer.start("r", [5, 6, 7, 8, 9, 1, 2])
     follow(proposer, 5, 6, 7)
@@ -78,7 +78,7 @@ def test_the_trie_goes_on_behind_the_chain_and_finds_the_chain_from_a_branch() -
     assert tree.sources[found.index([5, 6])] == OWN  # both have proposed it
 
 
-def test_a_chain_ends_with_the_next_one() -> None:
+def test_a_chain_ends_with_the_next_one():
     proposer = make()
     proposer.start("r", [1, 2], namespace=None)
     follow(proposer, 5, 6, 7)
@@ -91,7 +91,7 @@ def test_a_chain_ends_with_the_next_one() -> None:
     assert not len(grow(proposer))
 
 
-def test_rates_are_learned_by_depth_rank_and_gap() -> None:
+def test_rates_are_learned_by_depth_rank_and_gap():
     """The chain is right with a large gap; with a small one, the first alternative is."""
     proposer = make()
     proposer.start("r", [1, 2], namespace=None)

@@ -68,19 +68,19 @@ def steps_with_choices(proposer: HybridProposer, num_steps: int) -> int:
     return count
 
 
-def test_choices_that_are_accepted_stay() -> None:
+def test_choices_that_are_accepted_stay():
     proposer = proposer_where_a_token_costs(0.001)
     assert steps_with_choices(proposer, 300) == 300
     assert proposer.worth > 1
 
 
-def test_where_no_node_pays_nothing_is_asked_for() -> None:
+def test_where_no_node_pays_nothing_is_asked_for():
     proposer = proposer_where_a_token_costs(10.0)
     assert 50 < steps_with_choices(proposer, 300) < 100
     assert proposer.num_choices == 0
 
 
-def test_they_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_tried_again(monkeypatch):
     monkeypatch.setattr(hybrid, "RETRY_STEPS", 100)
     proposer = proposer_where_a_token_costs(10.0)
     steps_with_choices(proposer, 120)
@@ -89,13 +89,13 @@ def test_they_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps_with_choices(proposer, 300) == 300
 
 
-def test_a_fixed_budget_always_has_them() -> None:
+def test_a_fixed_budget_always_has_them():
     proposer = HybridProposer(LookaheadOptions(proposer="hybrid", budget=8, max_nodes=8192))
     proposer.start("a", [1000])
     assert steps_with_choices(proposer, 300) == 300
 
 
-def test_without_choices_it_is_the_trie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_choices_it_is_the_trie(monkeypatch):
     for cls in (NGramTrieProposer, HybridProposer):  # nothing is learned before the first request
         monkeypatch.setattr(cls, "_compile", lambda _: None)
     without, trie = HybridProposer(OPTIONS), NGramTrieProposer(OPTIONS)
@@ -120,7 +120,7 @@ def test_without_choices_it_is_the_trie(monkeypatch: pytest.MonkeyPatch) -> None
     np.testing.assert_array_equal(without._lines, lines)
 
 
-def test_a_request_that_starts_meanwhile_has_choices_later() -> None:
+def test_a_request_that_starts_meanwhile_has_choices_later():
     proposer = HybridProposer(OPTIONS)
     proposer._use_choices(False)
     proposer.start("a", [1, 2, 3])

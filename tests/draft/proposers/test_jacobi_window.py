@@ -130,7 +130,7 @@ def test_every_step_moves_the_window_as_the_papers_algorithm(
     assert len(text) - len(prompt) > 45
 
 
-def test_requests_share_nothing() -> None:
+def test_requests_share_nothing():
     """A request with the text of another one drafts what it would draft without it."""
     alone, shared = make(5, 4), make(5, 4)
     model, prompt = model_of(2), list(range(3, 30))
@@ -148,7 +148,7 @@ def test_requests_share_nothing() -> None:
     assert set(trees[1].sources.tolist()) == {WINDOW}
 
 
-def test_no_trie_is_kept() -> None:
+def test_no_trie_is_kept():
     proposer = make(5, 4)
     proposer.start("r", list(range(3, 30)))
     read(proposer, {"r": list(range(30))})

@@ -435,7 +435,7 @@ def test_a_planted_leak_is_noticed(owner, name, wrong, monkeypatch):
         hypothesis_seed(0)(examples(given(actions)(check_sessions)))()
 
 
-def test_memory_is_allocated_a_page_a_turn() -> None:
+def test_memory_is_allocated_a_page_a_turn():
     """No step waits for all pages of a long text; a later text in the same place waits for none."""
     trie = Trie(1024, 1 << 20)
     sessions = Sessions(trie, InsertionQueue())
@@ -449,7 +449,7 @@ def test_memory_is_allocated_a_page_a_turn() -> None:
         sessions.close(session, None)
 
 
-def test_no_turn_of_a_session_compiles_a_kernel() -> None:
+def test_no_turn_of_a_session_compiles_a_kernel():
     reset_kernels()
     proposer = NGramTrieProposer(LookaheadOptions())
     before = compiled()
