@@ -163,6 +163,7 @@ def _grow_some(
     """Grow trees of the step until all are taken."""
     trie, texts, learned = TrieArrays(*trie), TextArrays(*texts), RateArrays(*learned)
     limits, shared = TreeLimits(*limits), SharedTrees(shared[0], shared[1], Nodes(*shared[2]))
+    # Each of MAX_THREADS others finds as many trees.
     num_hands = min(NUM_HANDS, max(1, shared.gate[COUNT] // (MAX_THREADS + 1)))
     in_hand = new_in_hand(num_hands, limits.max_nodes)
     candidates, inputs = new_candidates(), new_inputs()
