@@ -1,5 +1,6 @@
 """The model's top tokens at each node, for the lookahead branch and token recycling."""
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -55,8 +56,13 @@ def _largest(logits: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     whole = num_parts * _PART
     maxima = logits[:, :whole].unflatten(1, (num_parts, _PART)).amax(2)[rows]
     parts = maxima.topk(min(k, num_parts)).indices
-    ids = torch.arange(vocab, device=logits.device)
-    tokens = (parts[:, :, None] * _PART + ids[:_PART]).flatten(1)
+    ids = _ids(vocab, logits.device)
+    tokens = torch.add(ids[:_PART], parts[:, :, None], alpha=_PART).flatten(1)
     tokens = torch.cat([tokens, ids[whole:].expand(len(rows), -1)], 1)
     values, best = logits[rows[:, None], tokens].topk(k)
     return tokens.gather(1, best), values
+
+
+@cache
+def _ids(vocab: int, device: torch.device) -> Tensor:
+    return torch.arange(vocab, device=device)
