@@ -231,7 +231,7 @@ def estimate(
 ) -> None:
     """Write to `probs` float32 [size] how likely the model's next token is each candidate.
 
-    The candidates are the first rows of `evidence`; `weights` is the text's set of weights.
+    The candidates are the first columns of `evidence`; `weights` is the text's set of weights.
     """
     log_odds, powers, own = inputs.log_odds, inputs.powers, learned.weights[weights]
     for i in range(size):
@@ -249,7 +249,7 @@ def estimate(
 
 @borrowing_kernel
 def _read(evidence: Int32s, i: int, rates: Float32s, inputs: Inputs) -> None:
-    """Fill in row `i` of the inputs, for the candidate in this row of `evidence`."""
+    """Fill in row `i` of the inputs, for the candidate in this column of `evidence`."""
     at, log_odds = inputs.rates, inputs.log_odds
     own, answers = np.uint32(evidence[OWN, i]), np.uint32(evidence[ANSWERS, i])
     reference, choice = np.uint32(evidence[REFERENCE, i]), np.uint32(evidence[CHOSEN, i])

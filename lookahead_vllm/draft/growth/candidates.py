@@ -77,10 +77,10 @@ class Candidates(NamedTuple):
     """The candidates of one text, as arrays that are reused for every text."""
 
     evidence: Int32s
-    """int32 [NUM_ROWS, MAX_ALL_CANDIDATES]: of each candidate the TOKEN and the kind of evidence
-    for it in each source. A kind combines the longest suffix that the token followed, its share of
-    what followed, the number of longer suffixes that it never followed, and whether it was the last
-    to follow."""
+    """int32 [NUM_ROWS, MAX_ALL_CANDIDATES + 1]: of each candidate the TOKEN and the kind of
+    evidence for it in each source. A kind combines the longest suffix that the token followed, its
+    share of what followed, the number of longer suffixes that it never followed, and whether it was
+    the last to follow. The column behind the candidates is nobody's."""
     longest: Int32s
     """int32 [NUM_SPACES]: the longest suffix found in each space, plus 1; 0 for none."""
 

@@ -124,7 +124,7 @@ def find_choices(
 
     Parameters
     ----------
-    evidence : int32 [NUM_ROWS, MAX_ALL_CANDIDATES]
+    evidence : int32 [NUM_ROWS, MAX_ALL_CANDIDATES + 1]
         The `size` candidates found so far; there will be `max_size` at most, and row CHOSEN is
         filled.
 

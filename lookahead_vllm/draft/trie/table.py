@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lookahead_vllm.draft.instructions import prefetch
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.draft.trie.suffix import (
@@ -412,7 +413,7 @@ def _locate_all(
     trie: TrieArrays, space: int, tokens: Int32s, start: int, end: int
 ) -> tuple[Int64s, Int64s]:
     """What `locate` returns for each n-gram that ends in `tokens[start:end]`, int64
-    [n, NUM_SUFFIXES]; the key is 0 where there is none."""
+    [n, NUM_SUFFIXES]; the key is 0 where there is none. The memory fetches all of their lines."""
     keys = np.zeros((end - start, NUM_SUFFIXES), np.int64)
     slots = np.empty((end - start, NUM_SUFFIXES), np.int64)
     hashes = hashes_of(tokens[max(0, start - CONTEXT) : start])
@@ -426,42 +427,29 @@ def _locate_all(
         for suffix in range(NUM_SUFFIXES):
             if suffix != WHOLE:
                 keys[i, suffix], slots[i, suffix] = locate(first, lines, space, hashes, suffix)
+                prefetch(trie.edges[slots[i, suffix]], 0)
         advance(hashes, token, next_hashes)
         hashes[:] = next_hashes
     return keys, slots
 
 
 @kernel
-def _fetch(edges: Int64s, keys: Int64s, slots: Int64s) -> np.int64:
-    """Read each line once in a small loop, so that the processor fetches all at the same time."""
-    read = np.int64(0)
-    for i in range(len(keys)):
-        for suffix in range(NUM_SUFFIXES):
-            if keys[i, suffix]:
-                read |= edges[slots[i, suffix], KEY]
-    return read
-
-
-@kernel
-def insert_before(trie: TrieArrays, space: int, tokens: Int32s, start: int, end: int) -> np.int64:
+def insert_before(trie: TrieArrays, space: int, tokens: Int32s, start: int, end: int) -> None:
     trie = TrieArrays(*trie)
     edges, live, counters = trie.edges, trie.live, trie.counters
     keys, slots = _locate_all(trie, space, tokens, start, end)
-    read = _fetch(edges, keys, slots)
     for i in range(end - start - 1, -1, -1):
         for suffix in range(NUM_SUFFIXES):
             if keys[i, suffix]:
                 key, slot = keys[i, suffix], slots[i, suffix]
                 count(edges, live, counters, key, slot, tokens[start + i], False)
-    return read  # so that the reads are compiled
 
 
 @kernel
-def remove_text(trie: TrieArrays, space: int, tokens: Int32s, start: int, end: int) -> np.int64:
+def remove_text(trie: TrieArrays, space: int, tokens: Int32s, start: int, end: int) -> None:
     trie = TrieArrays(*trie)
     edges, counters = trie.edges, trie.counters
     keys, slots = _locate_all(trie, space, tokens, start, end)
-    read = _fetch(edges, keys, slots)
     for i in range(end - start):
         for suffix in range(NUM_SUFFIXES):
             if keys[i, suffix] == 0:
@@ -476,7 +464,6 @@ def remove_text(trie: TrieArrays, space: int, tokens: Int32s, start: int, end: i
                     edges[slot, KEY] = edges[slot, USE] = 0
                     counters[FILLED] -= 1
                 break
-    return read
 
 
 @kernel
