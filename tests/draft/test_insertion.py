@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft import insertion
-from lookahead_vllm.draft.insertion import CHUNK_TOKENS, InsertionQueue
+from lookahead_vllm.draft.insertion import CHUNK_TOKENS, TURNS_LOCKED, InsertionQueue
 
 
 class Clock:
@@ -88,6 +88,14 @@ def test_time_in_which_nothing_else_is_done_is_used_too(seconds, turns):
     queue.work_for(seconds)
     assert len(clock.inserted) == turns
     assert queue._left == left
+
+
+def test_other_threads_get_the_interpreter_between_turns(monkeypatch):
+    pauses = list[int]()
+    queue = queue_of(clock := Clock(0.0), r=3 * TURNS_LOCKED * CHUNK_TOKENS)
+    monkeypatch.setattr(insertion, "sleep", lambda _: pauses.append(len(clock.inserted)))
+    queue.work_for(1.0)
+    assert pauses == [TURNS_LOCKED, 2 * TURNS_LOCKED, 3 * TURNS_LOCKED]
 
 
 def test_the_texts_of_an_ended_request_are_dropped():

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from lookahead_vllm.draft.instructions import pause_unlocked
 from lookahead_vllm.engine.step.step import Step
 
 SLEEP_SHARE = 0.8
@@ -29,6 +30,7 @@ class Waiter:
         self._work = work
         self._durations: deque[float] = deque(maxlen=8)
         """Seconds from the launch of the last steps to their tokens."""
+        pause_unlocked()  # compiled now
 
     def wait(self, step: Step, stand_by: Callable[[], None] = lambda: None) -> None:
         """Wait for the tokens of a step; calls `stand_by` before it polls."""
@@ -44,5 +46,5 @@ class Waiter:
             if time.perf_counter() > give_up:
                 step.wait()
                 break
-            time.sleep(0)  # leaves the GIL to others
+            pause_unlocked()
         self._durations.append(time.perf_counter() - step.launched)
