@@ -196,19 +196,18 @@ class GraphRunner(LookaheadRunner):
         assert manager is not None
         if step.has_slots:
             self._draft(step)
-        split = shape.share_out(step)
-        desc = step.graph = manager.smallest(split.num_requests, split.num_rows)
+        num_reqs = step.prepared.num_reqs
+        desc = manager.smallest(num_reqs, num_reqs + step.drafts.forest.num_nodes)
         is_plain = desc.max_query_len is None
         graph = None if is_plain else self._buffers.get(desc.num_tokens)
+        step.graph = desc
+        shape.share_out(step, graph and graph.trees)
         if graph is None:
             tail = manager.tail_of(desc)
             shape.place(max(prepared.num_tokens, tail.num_tokens if tail else 0))
             if not all(getattr(builder, "reads_buffers", False) for builder in self._builders):
                 self._settle(step)
                 self._metadata_of(step, CUDAGraphMode.FULL)
-        else:
-            drafts = step.drafts
-            graph.trees.write(drafts.forest, step.rows, split.starts, drafts.num_tokens - 1)
         step.elapsed = self._tick()
         return desc
 

@@ -24,6 +24,7 @@ from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.config import options_of
 from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 from lookahead_vllm.engine.step.step import State, Step
+from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
 from lookahead_vllm.verify.layout.node_layout import NodeLayout, width_of
 from lookahead_vllm.verify.place import Placer, RequestTable, Split, StepRows
 
@@ -136,15 +137,19 @@ class LateShape:
 
     # ---- at the model call -----------------------------------------------------------------------
 
-    def share_out(self, step: Step) -> Split:
+    def share_out(self, step: Step, trees: FixedBatch | None = None) -> Split:
         """The rows of a step whose drafts have come, or that has no slots, in the order of the
-        batch."""
+        batch. Its branching trees are written to `trees`."""
         step.state = State.DRAFTED
         step.rows = step.drafts.rows_in(step.prepared.req_ids)
         if step.repeats and not step.has_slots:
             return self.split  # that of the step before
         split = self.split = self._with_slots if step.has_slots else self._without_slots
-        split.write(step.drafts.forest, step.rows, step.prepared.idx_mapping_np)
+        drafts, entries = step.drafts, step.prepared.idx_mapping_np
+        if trees is None:
+            split.write(drafts.forest, step.rows, entries)
+        else:
+            trees.write(split, drafts.forest, step.rows, entries, drafts.num_tokens - 1)
         self._packed = (
             self._memory.uva() if step.has_slots else self._copies.copy_to_uva(split.packed)
         )

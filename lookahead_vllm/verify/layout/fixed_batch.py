@@ -1,15 +1,16 @@
 """Buffers for the trees of a step that a captured CUDA graph runs."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.tree import DraftForest, find_branching
 from lookahead_vllm.verify.layout.paged_batch import CAUSAL, PagedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+from lookahead_vllm.verify.place import Split, pack, parts_of
 from lookahead_vllm.verify.transfer import staged
 
 ROWS_OF_A_TREE = 8
@@ -67,6 +68,7 @@ class FixedBatch:
         size = sum(lengths)
         self._host = staged(torch.zeros(size, dtype=torch.int32), device)
         """Written again only when the step that reads it has ended."""
+        self._on_host: Int32s = self._host.numpy()
         self._packed = torch.empty(size, dtype=torch.int32, device=device)
         parts = self._packed.split(lengths)
         requests, starts, sizes, own_contexts, firsts, depths, masks, tokens = parts
@@ -87,9 +89,9 @@ class FixedBatch:
         self._room = _Room(entries, num_tokens, words, max_size, max_context, holds_all)
         self.num_trees = 0
         """The branching trees of the step. Without `contexts`, they are the first entries."""
-        none = np.empty(0, np.int64)
-        self.write(DraftForest.of([]), none, NO_STARTS, none)
-        self.upload()
+        none, no_rows = np.empty(0, np.int64), np.zeros(Split.size(0, 0), np.int32)
+        self.write(Split(no_rows, 0), DraftForest.of([]), none, none, none)  # compiled now
+        self.fill(None)
 
     def fill(self, trees: TreeBatch | None, starts: Int32s = NO_STARTS) -> None:
         """Write all branching trees of a step, in one asynchronous copy.
@@ -103,23 +105,26 @@ class FixedBatch:
             forest, columns = trees.forest, (trees.requests, trees.starts, trees.contexts)
             requests, roots, contexts = (column.long().numpy() for column in columns)
         chosen = np.ones(len(requests), np.bool_)
-        self._write(forest, chosen, requests, starts, roots, contexts)
+        nodes = forest.parents, forest.depths, forest.firsts
+        rows = requests, starts, roots, contexts
+        self._note(_write(self._on_host, self._room, *nodes, chosen, *rows))
         self.upload()
 
     def write(
-        self, forest: DraftForest, requests: Int64s, starts: Int32s, contexts: Int64s
+        self,
+        split: Split,
+        forest: DraftForest,
+        requests: Int64s,
+        entries: Int64s,
+        contexts: Int64s,
     ) -> None:
-        """Write the branching ones of the t trees of `forest` on the host; `upload` copies them.
+        """As `split.write`, and write the branching ones of the trees on the host; `upload` copies
+        them. `contexts`, int64 [t], is as in TreeBatch."""
+        nodes = forest.tokens, forest.parents, forest.depths, forest.firsts
+        rows = requests, entries, split.packed, split.most_requests, contexts
+        self._note(_share_out_and_write(self._on_host, self._room, *nodes, *rows))
 
-        `requests` and `contexts` [t] are as in TreeBatch. `starts`, int32 [r + 1], has the first
-        row of each request, then the number of rows.
-        """
-        roots = starts[requests].astype(np.int64)
-        self._write(forest, forest.branching, requests, starts, roots, contexts)
-
-    def _write(self, forest: DraftForest, *columns: NDArray[Any]) -> None:
-        nodes = forest.parents, forest.depths, forest.firsts
-        num_trees = _write(self._host.numpy(), self._room, *nodes, *columns)
+    def _note(self, num_trees: int) -> None:
         if num_trees < 0:
             raise ValueError(f"the trees of a step do not fit into buffers for {self._room}")
         self.num_trees = num_trees
@@ -132,6 +137,30 @@ class FixedBatch:
     def holds_all(self) -> bool:
         """Whether the batch has all requests."""
         return self._room.holds_all
+
+
+@kernel
+def _share_out_and_write(
+    packed: Int32s,
+    room: _Room,
+    tokens: Int32s,
+    parents: Int32s,
+    depths: Int32s,
+    firsts: Int64s,
+    requests: Int64s,
+    entries: Int64s,
+    split: Int32s,
+    most_requests: int,
+    contexts: Int64s,
+) -> int:
+    """One call, because the device waits for it: `pack`, then `_write`."""
+    pack(tokens, parents, depths, firsts, requests, entries, split, most_requests)
+    starts = parts_of(split, most_requests)[0][: len(entries) + 1]
+    roots = starts[requests].astype(np.int64)
+    branching = find_branching(parents, firsts)
+    return _write(
+        packed, room, parents, depths, firsts, branching, requests, starts, roots, contexts
+    )
 
 
 @kernel

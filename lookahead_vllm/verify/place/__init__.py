@@ -91,7 +91,7 @@ class Split(NamedTuple):
         `entries`, int64 [r], is the entry of each request in the table.
         """
         nodes = forest.tokens, forest.parents, forest.depths, forest.firsts
-        _pack(*nodes, requests, entries, self.packed, self.most_requests)
+        pack(*nodes, requests, entries, self.packed, self.most_requests)
 
     def clear(self) -> None:
         """The rows of the next step are written in another way: `place` leaves them alone."""
@@ -124,7 +124,7 @@ def parts_of(
 
 
 @kernel
-def _pack(
+def pack(
     tokens: Int32s,
     parents: Int32s,
     depths: Int32s,
@@ -134,6 +134,7 @@ def _pack(
     packed: Int32s,
     most_requests: int,
 ) -> None:
+    """Write a step to `Split.packed`, as `Split.write`."""
     starts, branches, own_entries, ids, row_depths, steps = parts_of(packed, most_requests)
     num_requests = len(entries)
     num_rows = num_requests + firsts[-1]

@@ -56,8 +56,8 @@ class Steps:
             self.waiting += step.has_slots and not step.is_prepared_early
             return step
 
-        def shares_out(step: Any) -> Any:
-            split = share_out(step)
+        def shares_out(step: Any, trees: Any = None) -> Any:
+            split = share_out(step, trees)
             self.placed.append((split.num_rows, step.prepared.num_tokens))
             return split
 

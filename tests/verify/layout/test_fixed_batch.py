@@ -8,6 +8,7 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
 from lookahead_vllm.verify.layout.paged_batch import PagedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+from lookahead_vllm.verify.place import Split
 from tests.support.attention_cases import IMPLS, PagedAttentionCase, random_tree
 
 POISON = 0x7FFFFFF0
@@ -18,6 +19,10 @@ def case_of(seed: int, sizes: list[int]) -> PagedAttentionCase:
     trees = [random_tree(rng, size) for size in sizes]
     contexts = [int(rng.integers(0, 90)) for _ in sizes]
     return PagedAttentionCase(trees, contexts, head_size=64, seed=seed, gap=2)
+
+
+def empty_split(most_requests, most_rows):
+    return Split(np.zeros(Split.size(most_requests, most_rows), np.int32), most_requests)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -60,8 +65,13 @@ def test_a_forest_fills_the_buffers_as_its_branching_trees_do(seed, holds_all):
     starts[1:] = np.cumsum(sizes[np.argsort(rows)])
     on_device = torch.zeros(8, dtype=torch.int32) if holds_all else None
     fixed = FixedBatch(96, 8, max_size=40, max_context=1000, device="cpu", contexts=on_device)
-    fixed.write(DraftForest.of(trees), rows, starts, contexts)
+    split, alone = empty_split(8, 96), empty_split(8, 96)
+    entries = rng.permutation(7)
+    fixed.write(split, DraftForest.of(trees), rows, entries, contexts)
     fixed.upload()
+    alone.write(DraftForest.of(trees), rows, entries)
+    assert np.array_equal(split.packed, alone.packed)
+    assert np.array_equal(split.starts, starts)
     found, num_trees = fixed._packed.clone(), fixed.num_trees
     chosen = np.flatnonzero(DraftForest.of(trees).branching)
     branching = [trees[i] for i in chosen]
@@ -107,4 +117,5 @@ def test_a_step_that_does_not_fit_is_refused(step):
         fixed.fill(batch)
     contexts = np.full(len(sizes), context)
     with refused:
-        fixed.write(DraftForest.of(trees), np.arange(len(sizes)), starts.astype(np.int32), contexts)
+        rows = np.arange(len(sizes))
+        fixed.write(empty_split(8, 96), DraftForest.of(trees), rows, rows, contexts)
