@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "draft": {"numpy", "numba", "llvmlite"},
     "draft/budget": {"numpy", "draft"},
     "draft/trie": {"numpy", "draft"},
-    "draft/growth": {"numpy", "draft", "draft/trie"},
+    "draft/growth": {"numpy", "draft", "draft/budget", "draft/trie"},
     "draft/window": {"numpy", "options", "draft", "draft/budget"},
     "draft/proposers": {
         *("numpy", "options", "draft", "draft/budget"),
@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "draft/cache": {"numpy", "draft", "draft/growth", "draft/trie", "draft/proposers"},
     "draft/fleet": {"numpy", "draft", "draft/growth", "draft/trie", "draft/proposers"},
     "verify": {"numpy", "torch", "draft"},
-    "verify/layout": {"numpy", "torch", "draft", "verify"},
+    "verify/layout": {"numpy", "torch", "draft", "verify", "verify/place"},
     "verify/attention": {"xformers", *KERNELS, "verify/layout"},
     "verify/history": KERNELS,
     "verify/latent": {*KERNELS, "verify/attention", "verify/layout"},

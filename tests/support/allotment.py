@@ -1,10 +1,19 @@
 """The nodes that a step of a given cost sends."""
 
-from lookahead_vllm.draft.budget.allot import Allotment
-from lookahead_vllm.draft.budget.allot import allot as allot_at_prices
+from typing import NamedTuple
+
+from lookahead_vllm.draft.budget import allot as budget
 from lookahead_vllm.draft.budget.cost import Load, StepCost
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.tree import DraftForest
+
+
+class Allotment(NamedTuple):
+    """As `budget.allot` returns it."""
+
+    forest: DraftForest
+    rate: float
+    min_prob: float
 
 
 def allot(
@@ -12,5 +21,5 @@ def allot(
 ) -> Allotment:
     """Allot with the prices of the forest's nodes, and of `more` nodes."""
     prices = cost.prices(contexts, load, forest.num_nodes + more)
-    progress = load.progress(len(forest))
-    return allot_at_prices(forest, progress, prices)
+    fields, rate, min_prob = budget.allot(forest.arrays, load.progress(len(forest)), prices[:])
+    return Allotment(DraftForest(*fields), rate, min_prob)

@@ -1,20 +1,11 @@
 """Allotment of a step's draft nodes: the cut that emits the most tokens per unit of time."""
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost, StepPrices, StepWork
+from lookahead_vllm.draft.budget.cost import StepCost, StepPrices
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.tree import (
-    DraftForest,
-    DraftTree,
-    ForestArrays,
-    ForestFields,
-    find_branching,
-    take_nodes,
-)
+from lookahead_vllm.draft.tree import ForestArrays, ForestFields, find_branching, take_nodes
 
 PROBE_AFTER_STEPS = 64
 """After this many steps with drafts, some are run that do not wait for any, to refresh the cost of
@@ -22,38 +13,6 @@ a step without drafts."""
 
 PROBE_BELOW_SPEEDUP = 1.3
 """They are run if drafts promise less than this many times the plain tokens per time."""
-
-
-class Allotment(NamedTuple):
-    """The nodes that a step sends."""
-
-    forest: DraftForest
-    kept: Int64s
-    """int64 [n]: the index of each node in the forest from which it was taken."""
-    rate: float
-    """The expected number of tokens per unit of time."""
-    min_prob: float
-    """The probability below which no further node would have been sent; 0 if all are sent."""
-
-
-def allot(forest: DraftForest, progress: int, prices: StepPrices) -> Allotment:
-    """Choose the nodes with which the step emits the most tokens per unit of time.
-
-    A step is expected to emit one token for each decoding request plus the sum of the probabilities
-    of its nodes. Dinkelbach's method maximises the quotient of that and the step's time. A tree
-    that is not worth its attention is cut to its best chain.
-
-    Parameters
-    ----------
-    forest : DraftForest
-        Trees whose `probs` never rise from one node to the next.
-    progress : int
-        `Load.progress`.
-    prices : StepPrices
-        For at least the forest's nodes.
-    """
-    fields, kept, rate, min_prob = _cut(forest.arrays, progress, prices[:])
-    return Allotment(DraftForest(*fields), kept, rate, min_prob)
 
 
 def is_worth_waiting(cost: StepCost, speedup: float) -> bool:
@@ -66,11 +25,35 @@ def is_worth_waiting(cost: StepCost, speedup: float) -> bool:
 
 
 @kernel
-def _cut(
+def allot(
     forest: ForestArrays, progress: int, prices: StepPrices
-) -> tuple[ForestFields, Int64s, float, float]:
-    """The fields of the forest of the Allotment, and its other fields."""
-    forest = ForestArrays(*forest)
+) -> tuple[ForestFields, float, float]:
+    """Choose the nodes with which the step emits the most tokens per unit of time.
+
+    A step is expected to emit one token for each decoding request plus the sum of the probabilities
+    of its nodes. Dinkelbach's method maximises the quotient of that and the step's time. A tree
+    that is not worth its attention is cut to its best chain.
+
+    Parameters
+    ----------
+    forest : ForestArrays
+        Trees whose `probs` never rise from one node to the next.
+    progress : int
+        `Load.progress`.
+    prices : StepPrices
+        For at least the forest's nodes; with NO_PRICES, all of them are sent.
+
+    Returns
+    -------
+    ForestFields, float, float
+        The nodes that are sent; the expected number of tokens per unit of time, 0 if there were no
+        nodes or no prices; and the probability below which no further node would have been sent, 0
+        if all are sent.
+    """
+    forest, prices = ForestArrays(*forest), StepPrices(*prices)
+    if len(forest.tokens) == 0 or len(prices.forward) == 0:
+        fields = forest.tokens, forest.parents, forest.probs, forest.depths, forest.sources
+        return (*fields, forest.firsts), 0.0, 0.0
     branching = find_branching(forest.parents, forest.firsts)
     sizes, chained, rate, min_prob = _allot(
         forest.probs, forest.parents, forest.firsts, branching, progress, prices
@@ -86,18 +69,9 @@ def _cut(
             forest.sources[kept],
             firsts,
         ),
-        kept,
         rate,
         min_prob,
     )
-
-
-def compile_budget() -> None:
-    """Compile the kernels of this package, so that no request waits for the compiler."""
-    cost = StepCost(CostCurve([1], [1.0]))
-    trees = DraftForest.of([DraftTree.chain([0])])
-    allot(trees, 1, cost.prices(np.array([1]), Load(), 1))
-    cost.observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
 
 
 @kernel
@@ -110,7 +84,7 @@ def _allot(
     prices: StepPrices,
 ) -> tuple[Int64s, NDArray[np.bool_], float, float]:
     """The nodes taken from the front of each tree, int64 [t]; whether only the best chain among
-    them is sent, bool [t]; `rate` and `min_prob` of the Allotment."""
+    them is sent, bool [t]; the last two results of `allot`."""
     base, _, forward, chain, tree, root, captured = prices
     num_nodes = len(probs)
     # What a node costs beside the forward pass, and with its tree's root, if it is the first one.

@@ -196,6 +196,11 @@ class StepPrices(NamedTuple):
     """Whether the step's first node is in a captured graph, so that `forward` has plateaus."""
 
 
+_NOTHING: Floats = np.empty(0)
+NO_PRICES = StepPrices(0.0, 0.0, _NOTHING, _NOTHING, _NOTHING, _NOTHING, False)
+"""Nodes are sent whatever they cost."""
+
+
 class StepCost:
     """Predicts the time of a step, and learns from the time of every real step.
 
@@ -335,6 +340,11 @@ class StepCost:
             forward = forward[-(-np.arange(num_nodes + 1) // self.parts)]
             chain, tree = chain / self.parts, tree / self.parts
         return StepPrices(base, waiting, forward, chain, tree, root, captured)
+
+
+def compile_cost() -> None:
+    """Compile the kernels of this module, so that no request waits for the compiler."""
+    StepCost(CostCurve([1], [1.0])).observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
 
 
 @kernel

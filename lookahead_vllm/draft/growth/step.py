@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lookahead_vllm.draft.budget.allot import allot
+from lookahead_vllm.draft.budget.cost import StepPrices
 from lookahead_vllm.draft.growth.acceptance_rate import (
     RateArrays,
     learn_token,
@@ -42,6 +44,8 @@ MAX_TOKENS_LEARNED = 64
 more, only every second token counts, or every third, and so on."""
 
 NewTokenFields = tuple[Int64s, Int32s, Int64s, Int64s]
+Grown = tuple[ForestFields, float, float]
+"""What `allot` returns."""
 
 
 class NewTokens(NamedTuple):
@@ -125,8 +129,8 @@ def begin_step(
     emitted: EmittedTokens,
     spans: Int64s,
     wanted: WantedDrafts,
-    texts: TextArrays,
     max_model_len: int,
+    texts: TextArrays,
 ) -> tuple[Int64s, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s]:
     """Count the tokens of a step, and move the texts on by them and by a drafter's new chains.
 
@@ -163,22 +167,39 @@ def begin_step(
 
 
 @kernel
-def begin_and_grow(
-    progress: ProgressArrays,
-    emitted: EmittedTokens,
-    spans: Int64s,
-    wanted: WantedDrafts,
-    texts: TextArrays,
-    max_model_len: int,
+def grow_what_pays(
+    trees: Int64s,
     trie: TrieArrays,
     lines: Int32s,
+    texts: TextArrays,
     learned: RateArrays,
     limits: TreeLimits,
     shared: SharedTrees,
-) -> tuple[ForestFields, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s]:
-    """As `begin_step`, but returns the trees instead of their limits."""
-    trees, before, new, num_tokens = begin_step(
-        progress, emitted, spans, wanted, texts, max_model_len
-    )
+    progress: int,
+    prices: StepPrices,
+) -> Grown:
+    """Grow the `trees` as `grow_all`, and cut them as `allot`, by the step's `progress`."""
     forest = grow_all(trees, trie, lines, texts, learned, limits, shared)
-    return forest, before, new, num_tokens
+    return allot(forest, progress, prices)
+
+
+@kernel
+def begin_and_grow(
+    live: ProgressArrays,
+    emitted: EmittedTokens,
+    spans: Int64s,
+    wanted: WantedDrafts,
+    max_model_len: int,
+    trie: TrieArrays,
+    lines: Int32s,
+    texts: TextArrays,
+    learned: RateArrays,
+    limits: TreeLimits,
+    shared: SharedTrees,
+    progress: int,
+    prices: StepPrices,
+) -> tuple[Grown, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s]:
+    """`begin_step` and `grow_what_pays` in one call; returns the trees instead of their limits."""
+    trees, before, new, num_tokens = begin_step(live, emitted, spans, wanted, max_model_len, texts)
+    grown = grow_what_pays(trees, trie, lines, texts, learned, limits, shared, progress, prices)
+    return grown, before, new, num_tokens

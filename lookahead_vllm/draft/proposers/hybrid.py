@@ -7,9 +7,8 @@ import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.growth.candidates import CHOICES
-from lookahead_vllm.draft.growth.growers import grow_all
 from lookahead_vllm.draft.growth.recycling import NUM_CHOICES, NUM_LINES, ChoiceTrees, recycle
-from lookahead_vllm.draft.growth.step import begin_step
+from lookahead_vllm.draft.growth.step import Grown, begin_step, grow_what_pays
 from lookahead_vllm.draft.growth.trees import DEPTH, NODES
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.progress import (
@@ -192,18 +191,17 @@ class HybridProposer(NGramTrieProposer):
             self.pays = forest.num_nodes > 0
         return forest, num_tokens
 
-    def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[DraftForest, Int64s]:
+    def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[Grown, Int64s]:
         if self._awaited is None:
             return super()._begin_and_grow(step)
-        trees, (hashes, *others), new, num_tokens = begin_step(*step)
+        trees, (hashes, *others), new, num_tokens = begin_step(*step, self._texts.arrays)
         # Rates are learned first: the tokens were chosen from the new choices.
         self._extend((hashes.copy(), *others), new, inserts=False)
         choices, verified = self._awaited
         given = verified.at_roots, verified.at_nodes, verified.gaps
         recycle(self._lines, choices[:], given)  # plain tuples, see TrieArrays
         self._unlearned = (hashes, *others), new, False
-        nodes = grow_all(trees, *self._tables, self._growers.shared)
-        return DraftForest(*nodes), num_tokens
+        return grow_what_pays(trees, *self._growing), num_tokens
 
     def learn(self) -> None:
         awaited, self._awaited = self._awaited, None

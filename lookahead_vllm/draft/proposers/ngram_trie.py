@@ -7,18 +7,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.budget.allot import (
-    allot,
-    compile_budget,
-    is_worth_waiting,
-)
-from lookahead_vllm.draft.budget.cost import Load, StepCost, StepPrices
+from lookahead_vllm.draft.budget.allot import is_worth_waiting
+from lookahead_vllm.draft.budget.cost import NO_PRICES, Load, StepCost, StepPrices, compile_cost
 from lookahead_vllm.draft.growth import priors
 from lookahead_vllm.draft.growth.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
 from lookahead_vllm.draft.growth.growers import Growers, help_grow
 from lookahead_vllm.draft.growth.live_texts import LiveTexts
 from lookahead_vllm.draft.growth.recycling import make_lines
-from lookahead_vllm.draft.growth.step import begin_and_grow, extend
+from lookahead_vllm.draft.growth.step import Grown, begin_and_grow, extend
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import PROPOSED, EmittedTokens, ProgressArrays, WantedDrafts
@@ -85,8 +81,7 @@ class _Plan(NamedTuple):
 
     progress: int
     """What it is worth without nodes, see `Load.progress`."""
-    prices: StepPrices | None = None
-    """None if its nodes are sent whatever they cost."""
+    prices: StepPrices = NO_PRICES
 
 
 class NGramTrieProposer(Proposer):
@@ -221,38 +216,38 @@ class NGramTrieProposer(Proposer):
     ) -> tuple[DraftForest, Int64s]:
         """See Proposer. The drafts do not know the n-grams that end in the new tokens."""
         self._learn_drafted()
-        step = progress[:], emitted[:], spans, wanted[:], self._texts.arrays, max_model_len
-        forest, num_tokens = self._begin_and_grow(step)
-        return self._cut(forest), num_tokens
-
-    def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[DraftForest, Int64s]:
-        """Move the texts on, and grow the next trees; `step` has the arguments of `begin_step`."""
-        nodes, before, new, num_tokens = begin_and_grow(
-            *step,
-            self.trie.arrays,
-            self._lines,
-            self.rate.arrays,
-            self._bounds,
-            self._growers.shared,
-        )
-        self._unlearned = before, new, True
-        return DraftForest(*nodes), num_tokens
-
-    def _cut(self, forest: DraftForest) -> DraftForest:
-        """These trees, cut to the nodes that are worth their cost by the plan."""
-        progress, prices = self._plan
+        step = progress[:], emitted[:], spans, wanted[:], max_model_len
+        (fields, rate, min_prob), num_tokens = self._begin_and_grow(step)
+        forest = DraftForest(*fields)
         self.pays = forest.num_nodes > 0
-        if self.cost is None or prices is None:
-            return forest
-        if not forest.num_nodes:
-            self._min_prob /= 2  # no node reached it, so the next trees have less likely nodes
-            return forest
-        forest, _, rate, min_prob = allot(forest, progress, prices)
+        if self.cost is not None and self._plan.prices is not NO_PRICES:
+            self._judge_step(rate, min_prob)
+        return forest, num_tokens
+
+    def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[Grown, Int64s]:
+        """Move the texts on, and grow the next trees, cut to the nodes that are worth their cost by
+        the plan; `step` has the first arguments of `begin_step`."""
+        grown, before, new, num_tokens = begin_and_grow(*step, *self._growing)
+        self._unlearned = before, new, True
+        return grown, num_tokens
+
+    @property
+    def _growing(self) -> tuple[Any, ...]:
+        """The last arguments of `begin_and_grow`."""
+        progress, prices = self._plan
+        return *self._tables, self._growers.shared, progress, prices[:]
+
+    def _judge_step(self, rate: float, min_prob: float) -> None:
+        """Judge the trees of this step by the results of `allot`."""
+        assert self.cost is not None
+        if rate == 0.0:  # no node reached the probability, so the next trees have less likely nodes
+            self._min_prob /= 2
+            return
         # Nodes far below the probability that pays are not grown in the next step.
         self._min_prob = min_prob / 2
+        progress, prices = self._plan
         speedup = rate * (prices.base - prices.waiting) / progress
-        self.pays = forest.num_nodes > 0 and is_worth_waiting(self.cost, speedup)
-        return forest
+        self.pays = self.pays and is_worth_waiting(self.cost, speedup)
 
     def work_for(self, seconds: float) -> None:
         """See Proposer. Inserts texts."""
@@ -394,6 +389,6 @@ class NGramTrieProposer(Proposer):
         read(self, {"": []})
         draft_trees(self, [DraftLimits("", 1, 1)])
         help_grow(*self._tables, self._growers.shared, -1)
-        compile_budget()
+        compile_cost()
         self.finish("")
         count_by_space(self.trie.edges[:0], np.ones(1, np.int64))

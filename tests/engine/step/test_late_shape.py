@@ -209,15 +209,17 @@ def test_steps_may_be_synchronous(llama, plain, monkeypatch):
         assert drafter_of(llm).counters.branching_trees > 50
 
 
-def _fails_at_every_third_call(original: Any) -> Any:
+def _fails_at_every_third_call(original: Any, at_its_end: bool) -> Any:
     calls = 0
 
     def failing(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls % 3 == 0:
+        is_due = calls % 3 == 0
+        result = original(*args) if at_its_end or not is_due else None
+        if is_due:
             raise RuntimeError("as planned")
-        return original(*args)
+        return result
 
     return failing
 
@@ -225,10 +227,11 @@ def _fails_at_every_third_call(original: Any) -> Any:
 def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(llama, plain):
     with lookahead("eager", llama, {"proposer": "hybrid", "budget": 6}) as llm:
         counters, accepted = drafter_of(llm).counters, 0
-        for name in ("plan", "_begin_and_grow", "_cut", "learn"):
+        grow = "_begin_and_grow"
+        for name, at_its_end in (("plan", False), (grow, False), (grow, True), ("learn", False)):
             with pytest.MonkeyPatch.context() as patch:
-                original = getattr(HybridProposer, name)
-                patch.setattr(HybridProposer, name, _fails_at_every_third_call(original))
+                failing = _fails_at_every_third_call(getattr(HybridProposer, name), at_its_end)
+                patch.setattr(HybridProposer, name, failing)
                 assert answers_of(llm) == plain
             assert counters.failures > 10, name
             assert counters.accepted_nodes > accepted + 10, name
