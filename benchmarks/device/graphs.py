@@ -30,7 +30,6 @@ def install(work: HostWork) -> None:
     from lookahead_vllm.engine.attention.cpu import CPUTreeAttention
     from lookahead_vllm.engine.runner.draft_graphs import Tail
     from lookahead_vllm.engine.runner.graph_runner import GraphRunner
-    from lookahead_vllm.engine.step import tail
     from lookahead_vllm.engine.workers import cpu as cpu_worker
 
     class DeviceGraphRunner(GraphRunner, CPUModelRunner):
@@ -53,7 +52,8 @@ def install(work: HostWork) -> None:
             for desc in manager._capture_descs[CUDAGraphMode.FULL]:
                 manager.graphs[desc] = _Graph(work.kernel(self._model_of(desc), 0))
                 if desc.max_query_len is not None:
-                    manager.tails[desc] = self._tail_of(desc)
+                    for kind in manager.kinds_of_tails:
+                        manager.tails[desc, kind] = self._tail_of(desc, kind)
 
         def _varlen_obstacle(self) -> None:
             """None: attention is not run."""
@@ -72,20 +72,20 @@ def install(work: HostWork) -> None:
 
             return replay
 
-        def _tail_of(self, desc: Any) -> Tail:
-            launch = self._make_tail(desc)
+        def _tail_of(self, desc: Any, kind: int) -> Tail:
+            launch = self._make_tail(desc, kind)
             result = launch()
 
             def replay() -> None:
                 for old, new in zip(result, launch(), strict=True):
-                    old.copy_(new)
+                    if old is not None:
+                        old.copy_(new)
 
             return Tail(_Graph(work.kernel(replay)), result)
 
     CPUAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport.ALWAYS
     for owner, name, replacement in (
         (cudagraph_utils, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: None)),
-        (tail, "weak_ref_tensor", lambda tensor: tensor),
         (cpu_worker, "LookaheadCPUModelRunner", DeviceGraphRunner),
     ):
         setattr(owner, name, replacement)

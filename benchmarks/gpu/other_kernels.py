@@ -13,7 +13,7 @@ from benchmarks.gpu.case import DEVICE, MAX_ERROR, Case, distance
 from lookahead_vllm.verify import history
 from lookahead_vllm.verify.attention import paged_attention
 from lookahead_vllm.verify.attention.reference import reference_paged_attention
-from lookahead_vllm.verify.choices import top_choices
+from lookahead_vllm.verify.choices import Choices, pack_choices
 from lookahead_vllm.verify.latent import LatentCall, latent_attention
 from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
@@ -156,5 +156,6 @@ def check_latents(dtype: torch.dtype) -> Found:
 def check_choices() -> Found:
     logits, rows = torch.randn(40, 5000, device=DEVICE), np.array([3, 3, 39, 0, 17])
     expected = logits[torch.from_numpy(rows).to(DEVICE)].topk(8).indices.cpu().numpy()
-    assert np.array_equal(top_choices(logits, rows, 8).tokens, expected)
+    found = Choices.at(rows, pack_choices(logits, 8))
+    assert np.array_equal(found.tokens, expected)
     return {}

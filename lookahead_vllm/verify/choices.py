@@ -1,6 +1,7 @@
 """The model's top tokens at each node, for the lookahead branch and token recycling."""
 
-from functools import cache
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np
@@ -23,30 +24,48 @@ class Choices(NamedTuple):
     gaps: NDArray[np.float32]
     """float32 [n, k]: the row's largest logit minus the token's logit."""
 
+    @classmethod
+    def at(cls, rows: Int64s, packed: Tensor, wait: bool = True) -> Choices:
+        """Copy the choices in some rows of what `pack_choices` returned to the host.
 
-def top_choices(logits: Tensor, rows: Int64s, k: int, wait: bool = True) -> Choices:
-    """The tokens with the `k` largest logits in the given rows, equal logits in any order.
+        Parameters
+        ----------
+        rows : int64 [n]
+            A row may occur more than once.
+        packed : int32 [2, m, k]
+        wait : bool
+            False: return at once; the device fills the arrays later, in stream order.
+        """
+        chosen = packed[:, to_device(rows, packed.device)]
+        tokens, bits = chosen.to("cpu", non_blocking=not wait).numpy()
+        return cls(tokens, bits.view(np.float32))
+
+
+def pack_choices(logits: Tensor, k: int) -> Tensor:
+    """The tokens with the `k` largest logits in each row, equal logits in any order.
+
+    Launches only, so that a graph may capture it.
 
     Parameters
     ----------
     logits : float [m, vocabulary]
         On any device.
-    rows : int64 [n]
-        Rows of `logits`; a row may occur more than once.
     k : int
         At most the size of the vocabulary.
-    wait : bool
-        False: return at once; the device fills the arrays later, in stream order.
+
+    Returns
+    -------
+    Tensor, int32 [2, m, k]
+        `tokens`, and the bits of `gaps`, as in Choices.
     """
-    tokens, values = _largest(logits, to_device(rows, logits.device), k)
+    tokens, values = _largest(logits, k)
     values = values.float()
     gaps = (values[:, :1] - values).nan_to_num()
-    on_host = (t.to("cpu", non_blocking=not wait).numpy() for t in (tokens.int(), gaps))
-    return Choices(*on_host)
+    return torch.stack((tokens.int(), gaps.view(torch.int32)))
 
 
-def _largest(logits: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Tokens, int64 [n, k], and their logits.
+def _largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Tokens, int64 [m, k], and their logits.
 
     They are in the k parts of the vocabulary with the largest maxima, or behind its last whole
     part. `topk` of whole rows takes two to twenty times as long on a CPU.
@@ -54,15 +73,11 @@ def _largest(logits: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     vocab = logits.shape[1]
     num_parts = vocab // _PART
     whole = num_parts * _PART
-    maxima = logits[:, :whole].unflatten(1, (num_parts, _PART)).amax(2)[rows]
+    maxima = logits[:, :whole].unflatten(1, (num_parts, _PART)).amax(2)
     parts = maxima.topk(min(k, num_parts)).indices
-    ids = _ids(vocab, logits.device)
-    tokens = torch.add(ids[:_PART], parts[:, :, None], alpha=_PART).flatten(1)
-    tokens = torch.cat([tokens, ids[whole:].expand(len(rows), -1)], 1)
-    values, best = logits[rows[:, None], tokens].topk(k)
+    places = torch.arange(_PART, device=logits.device)
+    tokens = torch.add(places, parts[:, :, None], alpha=_PART).flatten(1)
+    rest = places[: vocab - whole] + whole
+    tokens = torch.cat([tokens, rest.expand(len(logits), -1)], 1)
+    values, best = logits.gather(1, tokens).topk(k)
     return tokens.gather(1, best), values
-
-
-@cache
-def _ids(vocab: int, device: torch.device) -> Tensor:
-    return torch.arange(vocab, device=device)

@@ -23,7 +23,6 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from lookahead_vllm.engine.cpu_kernels.table import CPUKernel
-from lookahead_vllm.engine.step import tail
 from lookahead_vllm.verify.walk import cpu as walk
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -144,7 +143,6 @@ def enable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
     patch.setattr(cudagraph_utils, "set_forward_context", _set_forward_context)
     patch.setattr(cudagraph_utils, "has_compiled_submodule", lambda model: True)
-    patch.setattr(tail, "weak_ref_tensor", lambda tensor: tensor)
     patch.setattr(CPUKernel, "_launch", _as_launch(CPUKernel._launch))
     patch.setattr(walk, "walk_rows", _as_launch(walk.walk_rows))
     patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead_vllm.verify.choices import top_choices
+from lookahead_vllm.verify.choices import Choices, pack_choices
 
 
 @pytest.mark.parametrize("vocab", [8, 127, 128, 1025, 50_257])
@@ -16,7 +16,7 @@ def test_tokens_and_gaps_are_those_of_a_sort(vocab, k, dtype):
     logits[0, vocab // 2 :] = -torch.inf  # as after a grammar's mask
     logits[1] = -torch.rand(vocab).to(dtype)
     rows = np.array([0, 1, 3, 6, 2, 2, 4, 5, 6, 0], np.int64)
-    found = top_choices(logits, rows, k)
+    found = Choices.at(rows, pack_choices(logits, k))
     logits = logits[rows]
     best = logits.float().sort(dim=-1, descending=True)
     assert found.tokens.shape == found.gaps.shape == (len(rows), k)
@@ -30,4 +30,5 @@ def test_tokens_and_gaps_are_those_of_a_sort(vocab, k, dtype):
 
 def test_no_rows_give_no_choices():
     no_rows = np.empty(0, np.int64)
-    assert top_choices(torch.empty(3, 49_152), no_rows, 8).tokens.shape == (0, 8)
+    packed = pack_choices(torch.empty(3, 49_152), 8)
+    assert Choices.at(no_rows, packed).tokens.shape == (0, 8)

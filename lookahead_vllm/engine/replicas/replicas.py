@@ -22,7 +22,7 @@ from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine import config
 from lookahead_vllm.engine.grammar.tree_walk import joined_masks, split_masks
 from lookahead_vllm.engine.step.placed_trees import root_rows
-from lookahead_vllm.verify.choices import Choices, top_choices
+from lookahead_vllm.verify.choices import Choices, pack_choices
 
 
 def become_replica(vllm_config: VllmConfig) -> None:
@@ -104,7 +104,7 @@ def masks_of_part(
 def own_choices(logits: torch.Tensor, num_choices: int) -> Choices:
     """The model's choices at each row of the logits; without columns if none are needed."""
     if num_choices:
-        return top_choices(logits, np.arange(len(logits)), num_choices)
+        return Choices.at(np.arange(len(logits)), pack_choices(logits, num_choices))
     none = len(logits), 0
     return Choices(np.empty(none, np.int32), np.empty(none, np.float32))
 

@@ -66,6 +66,9 @@ class _AnnouncedCapture(CudaGraphManager):
         super().capture(create, *args, **kwargs)
 
 
+MakeTail = Callable[[BatchExecutionDescriptor, int], Callable[[], Any]]
+
+
 class Tail(NamedTuple):
     """The captured tail of a step."""
 
@@ -88,14 +91,18 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     make_tail : callable
         Called for each graph for drafts when all are captured: what the result launches becomes the
         tail of this graph, what it returns is kept. Set by the runner.
+    kinds_of_tails : tuple of int
+        Each graph has a tail for each of these: the second argument of `make_tail`.
     tails : dict
-        The tails by the graph that runs before them; none if one could not be captured.
+        The tails by their kind and the graph that runs before them; none if one could not be
+        captured.
     """
 
     before_replay: Callable[[BatchExecutionDescriptor], BatchExecutionDescriptor] | None
     begin_graph: Callable[[BatchExecutionDescriptor], None] | None
-    make_tail: Callable[[BatchExecutionDescriptor], Callable[[], Any]] | None
-    tails: dict[BatchExecutionDescriptor, Tail]
+    make_tail: MakeTail | None
+    kinds_of_tails: tuple[int, ...] = (0,)
+    tails: dict[tuple[BatchExecutionDescriptor, int], Tail]
 
     def __init__(self, attended: AttendedTrees, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -169,13 +176,15 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
                 self._use_buffers(None)
         if self.make_tail is not None and self._draft_graphs:
             try:
-                self.tails = self._capture_tails(self.make_tail)
+                for kind in self.kinds_of_tails:
+                    self.tails |= self._capture_tails(self.make_tail, kind)
             except Exception:
+                self.tails = {}
                 logger.exception("Lookahead samples outside of graphs: the capture has failed.")
 
     def _capture_tails(
-        self, make_tail: Callable[[BatchExecutionDescriptor], Callable[[], Any]]
-    ) -> dict[BatchExecutionDescriptor, Tail]:
+        self, make_tail: MakeTail, kind: int
+    ) -> dict[tuple[BatchExecutionDescriptor, int], Tail]:
         """Capture the tails as vLLM captures the graphs, in the same memory."""
         descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
         with_drafts = [desc for desc in descs if desc.max_query_len is not None]
@@ -183,7 +192,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         results: dict[BatchExecutionDescriptor, Any] = {}
 
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[..., None]:
-            launch = make_tail(desc)
+            launch = make_tail(desc, kind)
 
             def run(*args: Any) -> None:
                 results[desc] = launch()
@@ -197,7 +206,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             patches.swapped(self, "_capture_mem_samples", None),
         ):
             CudaGraphManager.capture(self, create, "Capturing CUDA graphs of sampling")
-        return {desc: Tail(graph, results[desc]) for desc, graph in graphs.items()}
+        return {(desc, kind): Tail(graph, results[desc]) for desc, graph in graphs.items()}
 
     def tail_of(self, desc: BatchExecutionDescriptor) -> BatchExecutionDescriptor | None:
         """The graph whose tail follows this one, None if there is none.
@@ -207,11 +216,11 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         """
         if desc.max_query_len is None:
             desc = self._draft_graphs.get((desc.num_tokens, 0), desc)
-        return desc if desc in self.tails else None
+        return desc if (desc, 0) in self.tails else None
 
-    def replay_tail(self, desc: BatchExecutionDescriptor) -> Any:
+    def replay_tail(self, desc: BatchExecutionDescriptor, kind: int = 0) -> Any:
         """Launch the tail of a graph that has one; returns its results."""
-        tail = self.tails[desc]
+        tail = self.tails[desc, kind]
         tail.graph.replay()
         return tail.result
 

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch, set_dummy_context
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from lookahead_vllm.draft.growth.recycling import NUM_CHOICES
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.attention.attended_trees import GraphBuffers
@@ -80,6 +81,8 @@ class GraphRunner(LookaheadRunner):
         manager.before_replay, manager.begin_graph = self._choose_graph, self._begin_graph
         if self._may_have_tails():
             manager.make_tail = self._make_tail
+            if self.drafter.options.proposer != "ngram_trie":  # "auto" becomes "hybrid" later
+                manager.kinds_of_tails = 0, NUM_CHOICES
             sampler = self.sampler
             sampler.draws = sampler.draws or Draws(self.max_num_reqs, self.device)
         self._buffers = {}
@@ -225,8 +228,9 @@ class GraphRunner(LookaheadRunner):
 
     # ---- its tail --------------------------------------------------------------------------------
 
-    def _make_tail(self, desc: BatchExecutionDescriptor) -> Callable[[], Sampled]:
-        """The tail of steps that run in this graph; see `DraftGraphManager`."""
+    def _make_tail(self, desc: BatchExecutionDescriptor, num_choices: int) -> Callable[[], Sampled]:
+        """The tail of steps that run in this graph, with so many of the model's choices at each
+        row; see `DraftGraphManager`."""
         manager, sampler, model = self.cudagraph_manager, self.sampler, self.model
         assert manager is not None and manager.hidden_states is not None
         hidden = manager.hidden_states[: desc.num_tokens]
@@ -237,7 +241,7 @@ class GraphRunner(LookaheadRunner):
 
         def launch() -> Sampled:
             logits = model.compute_logits(hidden)
-            return run_tail(logits, rows, indices, draws, movers, width, fp64)
+            return run_tail(logits, rows, indices, draws, movers, width, fp64, num_choices)
 
         return launch
 
@@ -253,9 +257,11 @@ class GraphRunner(LookaheadRunner):
         if not step.has_tail:
             return super().sample(hidden_states, batch, grammar)
         assert manager is not None and step.graph is not None
-        sampled: Sampled = manager.replay_tail(manager.tail_of(step.graph))
-        self._observe(sampled.logits[: self._shape.split.num_rows], batch)
-        tokens, *counts = (part[: batch.num_reqs] for part in sampled[1:])
+        num_choices = self._num_choices_of(step)
+        sampled: Sampled = manager.replay_tail(manager.tail_of(step.graph), num_choices)
+        if sampled.choices is not None:
+            self._collect_choices(sampled.choices, batch)
+        tokens, *counts = (part[: batch.num_reqs] for part in sampled[:3])
         return SamplerOutput(tokens, None, None, *counts), *counts
 
     def sample_tokens(self, grammar_output: Any) -> Any:

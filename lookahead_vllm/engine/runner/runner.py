@@ -49,6 +49,7 @@ from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 from lookahead_vllm.engine.step.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.step.slots import filled, write_lengths, write_tokens
 from lookahead_vllm.engine.step.step import State, Step
+from lookahead_vllm.verify.choices import pack_choices
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
@@ -458,21 +459,23 @@ class LookaheadRunner(DummyRuns):
         return output, *counts
 
     def _observe(self, logits: torch.Tensor, batch: InputBatch) -> None:
-        """Start to copy the model's choices to the host, for proposers that need them."""
-        step, num_choices = self.step, self.drafter.proposer.num_choices
-        if not num_choices or not step.has_slots:
-            return
-        if not step.whole.waited:  # the host does not know the texts before these nodes
-            return
+        """Called before vLLM's sampler, which writes to the logits."""
+        if num_choices := self._num_choices_of(self.step):
+            self._collect_choices(pack_choices(logits, num_choices), batch)
+
+    def _num_choices_of(self, step: Step) -> int:
+        """How many of the model's choices at each row of a step the proposer needs."""
+        # Without waiting, the host does not know the texts before the nodes.
+        is_needed = step.has_slots and step.whole.waited
+        return self.drafter.proposer.num_choices if is_needed else 0
+
+    def _collect_choices(self, packed: torch.Tensor, batch: InputBatch) -> None:
+        """Start to copy the model's choices to the host; `packed` as in `pack_choices`."""
+        step = self.step
         starts = self._shape.split.starts if step.is_prepared_early else batch.cu_num_logits_np
-        sizes = np.diff(starts) - 1
+        num_nodes = (np.diff(starts) - 1).astype(np.int64)
         step.verified = step.trees.collect_choices(
-            logits,
-            sizes.astype(np.int64),
-            batch.req_ids,
-            num_choices,
-            self._late.drafted_for,
-            wait=False,
+            packed, num_nodes, batch.req_ids, self._late.drafted_for, wait=False
         )
 
     def sample_tokens(self, grammar_output: Any) -> Any:

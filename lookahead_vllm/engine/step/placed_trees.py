@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.verified import Verified
-from lookahead_vllm.verify.choices import Choices, top_choices
+from lookahead_vllm.verify.choices import Choices
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 
 
@@ -129,36 +129,33 @@ class PlacedTrees:
 
     def collect_choices(
         self,
-        logits: torch.Tensor,
+        packed: torch.Tensor,
         num_nodes: Int64s,
         req_ids: Sequence[str],
-        num_choices: int,
         with_roots_of: Collection[str] = (),
         wait: bool = True,
     ) -> Verified | None:
         """The model's likeliest tokens at roots and nodes; None if there is no row to look at.
 
-        `accepted` is False until `mark_accepted`. Call this before sampling, which
-        writes to the logits.
+        `accepted` is False until `mark_accepted`.
 
         Parameters
         ----------
-        logits : float [r + n, vocabulary]
-            A row for each request's root and then for each of its nodes.
+        packed : int32 [2, r + n, k]
+            As `pack_choices` returns it, of a row for each request's root and then for each of its
+            nodes; further rows are not read.
         num_nodes : int64 [r]
             Scheduled nodes of each request.
         req_ids
             The requests of the batch.
-        num_choices : int
-            Tokens at each row.
         with_roots_of
             Requests whose root is wanted although they have no node.
         wait
-            Whether to wait for the tokens, as in `top_choices`.
+            Whether to wait for the tokens, as in `Choices.at`.
         """
 
         def choose(rows: Int64s) -> Choices:
-            return top_choices(logits, rows, num_choices, wait=wait)
+            return Choices.at(rows, packed, wait)
 
         return self.verified(choose, num_nodes, req_ids, with_roots_of)
 

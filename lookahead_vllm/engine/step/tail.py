@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.utils.torch_utils import weak_ref_tensor
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
+from lookahead_vllm.verify.choices import pack_choices
 from lookahead_vllm.verify.place import StepRows
 from lookahead_vllm.verify.walk import walk
 
@@ -74,14 +74,14 @@ class Sampled(NamedTuple):
     Its memory belongs to all graphs, so it must be read, in stream order, before the next one runs.
     """
 
-    logits: Tensor
-    """float [n, vocabulary]"""
     tokens: Tensor
     """int64 [r, width]: as in `Walk`."""
     num_sampled: Tensor
     """int32 [r]: as in `Walk`."""
     num_rejected: Tensor
     """int32 [r]: the nodes of each request that were not accepted."""
+    choices: Tensor | None
+    """int32 [2, n, k]: as `pack_choices` returns them."""
 
 
 def run_tail(
@@ -92,6 +92,7 @@ def run_tail(
     movers: Sequence[Any],
     width: int,
     use_fp64: bool,
+    num_choices: int = 0,
 ) -> Sampled:
     """Sample at all rows of a step that only decodes, walk, and move the KV of accepted nodes.
 
@@ -106,10 +107,13 @@ def run_tail(
         One for each group of layers, see `kv_movers`; none if trees do not branch.
     width : int
         At least the most rows of a request.
+    num_choices : int
+        How many of the model's choices at each row are wanted.
     """
     sampled = draws.sample(logits, rows.entries, rows.positions, use_fp64)
     path = walk(rows.ids, sampled, rows.parents, rows.starts, indices, width)
     for mover, slots in zip(movers, rows.slots, strict=bool(movers)):
         mover.move_paths(slots[path.origins], slots[path.targets])
     num_rejected = rows.starts.diff() - path.num_sampled
-    return Sampled(weak_ref_tensor(logits), path.tokens, path.num_sampled, num_rejected)
+    choices = pack_choices(logits, num_choices) if num_choices else None
+    return Sampled(path.tokens, path.num_sampled, num_rejected, choices)

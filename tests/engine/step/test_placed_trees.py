@@ -6,6 +6,7 @@ import torch
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees, root_rows
+from lookahead_vllm.verify.choices import pack_choices
 
 CHAIN = DraftTree.chain([5, 6])
 TREE = DraftTree.from_lists([7, 8, 9], [-1, 0, -1])
@@ -58,10 +59,11 @@ def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted():
     assert root_rows(num_nodes).tolist() == [0, 3, 4]
     logits = torch.zeros(8, 16)
     logits[torch.arange(8), torch.arange(8)] = 1.0  # row i chooses token i
-    verified = step.collect_choices(logits, num_nodes, ["x", "y", "z"], 1, {"y"})
+    packed = pack_choices(logits, 1)
+    verified = step.collect_choices(packed, num_nodes, ["x", "y", "z"], {"y"})
     assert verified is not None and verified.request_ids == ["z", "y"]
     assert verified.at_roots.tolist() == [[4], [3]]
     assert verified.at_nodes.tolist() == [[5], [6], [7]]
     step.mark_accepted(verified, np.array([[0, 1], [0, 1]], np.int32))
     assert verified.accepted.tolist() == [True, True, False]
-    assert NO_DRAFTS.collect_choices(logits, np.zeros(3, np.int64), ["x", "y", "z"], 1) is None
+    assert NO_DRAFTS.collect_choices(packed, np.zeros(3, np.int64), ["x", "y", "z"]) is None

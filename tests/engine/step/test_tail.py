@@ -59,7 +59,7 @@ class _Mover:
 class Engine:
     """The part of an engine from the drafts of a step to its tokens."""
 
-    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32, num_choices: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
         self.states = RequestState(ENTRIES, BLOCKS * BLOCK, ROWS, LONGEST - 1, VOCAB, CPU)
         config: Any = SimpleNamespace(reasoning_config=None)
@@ -79,7 +79,8 @@ class Engine:
         runner = self.runner = object.__new__(GraphRunner)
         runner.model_state = runner.vllm_config = runner.parallel_config = None
         runner.req_states, runner.device = self.states, CPU
-        runner.drafter = SimpleNamespace(proposer=SimpleNamespace(num_choices=0))
+        runner.drafter = SimpleNamespace(proposer=SimpleNamespace(num_choices=num_choices))
+        runner._late = SimpleNamespace(drafted_for=())
         runner.input_buffers, runner.block_tables = buffers, tables
         runner.sampler, runner.decode_query_len = self.sampler, LONGEST
         self.movers = [_Mover(), _Mover()]
@@ -101,10 +102,11 @@ class Engine:
         manager.hidden_states = torch.zeros(ROWS, VOCAB, dtype=self.table.dtype)
         self.runner.cudagraph_manager = manager
         with torch.inference_mode():
-            manager.tails = manager._capture_tails(
-                lambda desc: recorded_graphs.recorded(self.runner._make_tail(desc))
-            )
-        assert {desc.num_tokens for desc in manager.tails} == set(sizes)
+            for kind in {0, self.runner.drafter.proposer.num_choices}:
+                manager.tails |= manager._capture_tails(
+                    lambda *kind: recorded_graphs.recorded(self.runner._make_tail(*kind)), kind
+                )
+        assert {desc.num_tokens for desc, _ in manager.tails} == set(sizes)
         return manager
 
     def add(self, entry: int) -> None:
@@ -140,6 +142,7 @@ class Engine:
             num_computed_tokens_np=contexts[entries],
         )
         step.slots = self.runner.block_tables.slot_mappings
+        step.has_slots = True
         return step
 
     def tree(self, root: int, size: int) -> DraftTree:
@@ -177,6 +180,7 @@ class Engine:
         runner.step = step
         assert runner._fits_tail(step)
         step.has_tail = True
+        step.trees = step.whole_trees = shape.trees(step)
         output, *_ = runner.sample(hidden[:padded], step.prepared, None)
         runner._settle(step)
         moved = [mover.cache.clone() for mover in self.movers]
@@ -189,7 +193,20 @@ class Engine:
         assert torch.equal(output.num_rejected, expected.num_rejected)
         for mover, cache in zip(self.movers, moved, strict=True):
             assert torch.equal(cache, mover.cache)
+        self.check_choices(step, hidden[:num_rows])
         return int(output.num_sampled.sum())
+
+    def check_choices(self, step: Step, hidden: torch.Tensor) -> None:
+        found, step.verified = step.verified, None
+        self.runner._observe(self.runner.model.compute_logits(hidden), step.batch)
+        assert (found is None) == (step.verified is None)
+        if found is not None and step.verified is not None:
+            assert found.request_ids == step.verified.request_ids
+            for one, other in zip(found[2:5], step.verified[2:5], strict=True):
+                assert np.array_equal(one, other)
+            self.num_chosen += found.at_nodes.size
+
+    num_chosen = 0
 
     def outside_of_graphs(self, step: Step, hidden: torch.Tensor) -> Any:
         logits = self.runner.model.compute_logits(hidden)
@@ -213,6 +230,12 @@ def run(engine: Engine, num_requests: int) -> tuple[int, int]:
 def test_a_tail_is_what_runs_outside_of_graphs(dtype, count):
     requests, tokens = run(Engine(seed=1, dtype=dtype), count)
     assert tokens > 1.25 * requests
+
+
+def test_a_tail_finds_the_models_choices():
+    engine = Engine(seed=6, num_choices=3)
+    run(engine, 2_000)
+    assert engine.num_chosen > 10_000
 
 
 def _forget(draws: Draws, entry: int, *args: Any) -> None:
