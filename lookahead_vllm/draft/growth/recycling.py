@@ -42,6 +42,9 @@ _LISTED = NOT_LISTED + NUM_LENGTHS
 NUM_CHOICE_KINDS = _LISTED + NUM_LENGTHS * NUM_CHOICES * NUM_GAPS * 2
 """Kinds of evidence that a line gives; 0 is no evidence."""
 
+NOTHING_REPLACED: Int32s = np.empty((0, _LINE + 1), np.int32)
+"""For `swap_lines`."""
+
 
 class ChoiceTrees(NamedTuple):
     """The trees of a step at whose roots and nodes the model made choices."""
@@ -157,10 +160,11 @@ def find_choices(
 
 
 @kernel
-def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices) -> None:
+def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices) -> Int32s:
     """Keep the model's choices at every root and node of a step's trees in `lines`.
 
     Trees whose space is NO_SPACE are skipped, and so are nodes whose first choice is UNKNOWN.
+    Returns what `swap_lines` needs to take this back.
     """
     trees, choices = ChoiceTrees(*trees), ModelChoices(*choices)
     spaces, tokens, parents, firsts = trees.spaces, trees.tokens, trees.parents, trees.firsts
@@ -169,25 +173,45 @@ def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices) -> None:
     for tree in range(len(spaces)):
         max_size = max(max_size, firsts[tree + 1] - firsts[tree])
     hashes = np.empty((max_size + 1, trees.roots.shape[1]), np.uint64)  # row i + 1 is node i's
+    replaced = np.empty((NUM_LENGTHS * len(gaps), _LINE + 1), np.int32)
+    size = 0
     for tree, space in enumerate(spaces):
         if space == NO_SPACE:
             continue
         hashes[0] = trees.roots[tree]
-        _keep(lines, space, hashes[0], choices.at_roots[tree], gaps[tree], 0)
+        size = _keep(lines, space, hashes[0], choices.at_roots[tree], gaps[tree], 0, replaced, size)
         for node in range(firsts[tree], firsts[tree + 1]):
             place = node - firsts[tree]
             advance(hashes[parents[node] + 1], tokens[node], hashes[place + 1])
             if choices.at_nodes[node, 0] == UNKNOWN:
                 continue
             at_cell = 1 if place >= trees.num_grown[tree] else 0
-            _keep(
+            size = _keep(
                 lines,
                 space,
                 hashes[place + 1],
                 choices.at_nodes[node],
                 gaps[len(spaces) + node],
                 at_cell,
+                replaced,
+                size,
             )
+    return replaced[:size]
+
+
+@kernel
+def swap_lines(lines: Int32s, replaced: Int32s, restore: bool) -> None:
+    """Take back what `recycle` has `replaced` if `restore`, else do it again; in turns.
+
+    A row has the number of a line and what is not in it at present. A step may replace a line
+    several times, so what it did last is taken back first.
+    """
+    last = len(replaced) - 1
+    for i in range(len(replaced)):
+        row = replaced[last - i if restore else i]
+        line = lines[row[_LINE]]
+        for column in range(_LINE):
+            line[column], row[column] = row[column], line[column]
 
 
 @borrowing_kernel
@@ -198,8 +222,13 @@ def _keep(
     tokens: Int32s,
     gaps: NDArray[np.float32],
     at_cell: int,
-) -> None:
-    """Write the choices `tokens` int32 [NUM_CHOICES] to the lines of the text's suffixes."""
+    replaced: Int32s,
+    size: int,
+) -> int:
+    """Write the choices `tokens` int32 [NUM_CHOICES] to the lines of the text's suffixes.
+
+    Appends the old lines to `replaced`, which has this `size`; returns its new one.
+    """
     confidence = np.int64(0)
     for rank in range(NUM_CHOICES):
         gap = gaps[rank] if rank else gaps[1]
@@ -213,7 +242,12 @@ def _keep(
         # After a single token, choices in a real text are better than those at a cell.
         if at_cell and length == 0 and line[_SPACE] == space and line[_HASH] == hash_bits:
             continue
+        for column in range(_LINE):
+            replaced[size, column] = line[column]
+        replaced[size, _LINE] = index
+        size += 1
         line[_SPACE], line[_HASH], line[_AT_CELL] = space, hash_bits, at_cell
         line[_CONFIDENCE] = confidence
         for rank in range(NUM_CHOICES):
             line[_FIRST + rank] = tokens[rank]
+    return size

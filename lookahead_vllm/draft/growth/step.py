@@ -23,6 +23,7 @@ from lookahead_vllm.draft.growth.candidates import (
 )
 from lookahead_vllm.draft.growth.chains import follow_chain
 from lookahead_vllm.draft.growth.growers import SharedTrees, grow_all
+from lookahead_vllm.draft.growth.recycling import ChoiceTrees, ModelChoices, recycle
 from lookahead_vllm.draft.growth.trees import TextArrays, TreeLimits, find_all
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.progress import (
@@ -68,11 +69,8 @@ def extend(
     texts: TextArrays,
     new: NewTokens,
     learned: RateArrays,
-    learns: bool,
-    inserts: bool,
 ) -> None:
-    """Learn rates from the `new` tokens if `learns`, insert them if `inserts`, and move the texts
-    on."""
+    """Learn rates from the `new` tokens, insert them, and move the texts on."""
     trie, texts, learned = TrieArrays(*trie), TextArrays(*texts), RateArrays(*learned)
     new = NewTokens(*new)
     next_hashes = np.empty(NUM_HASHES, np.uint64)
@@ -87,14 +85,13 @@ def extend(
             token = new.tokens[at]
             look_up(trie, spaces, hashes, lookups, NUM_SUFFIXES)
             match(trie.edges, spaces, lookups, NUM_SUFFIXES)
-            if learns and at % learned_every == 0:
+            if at % learned_every == 0:
                 size = find_all(
                     trie, lines, spaces, hashes, chain, place, lookups, candidates, MAX_CANDIDATES
                 )
                 weights = weight_set(candidates.longest, spaces)
                 learn_token(candidates.evidence, size, token, learned, weights, inputs)
-            if inserts:
-                _insert(trie, spaces, lookups, token)
+            _insert(trie, spaces, lookups, token)
             advance(hashes, token, next_hashes)
             hashes[:] = next_hashes
             place = follow_chain(chain, place, token)
@@ -167,23 +164,6 @@ def begin_step(
 
 
 @kernel
-def grow_what_pays(
-    trees: Int64s,
-    trie: TrieArrays,
-    lines: Int32s,
-    texts: TextArrays,
-    learned: RateArrays,
-    limits: TreeLimits,
-    shared: SharedTrees,
-    progress: int,
-    prices: StepPrices,
-) -> Grown:
-    """Grow the `trees` as `grow_all`, and cut them as `allot`, by the step's `progress`."""
-    forest = grow_all(trees, trie, lines, texts, learned, limits, shared)
-    return allot(forest, progress, prices)
-
-
-@kernel
 def begin_and_grow(
     live: ProgressArrays,
     emitted: EmittedTokens,
@@ -199,7 +179,45 @@ def begin_and_grow(
     progress: int,
     prices: StepPrices,
 ) -> tuple[Grown, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s]:
-    """`begin_step` and `grow_what_pays` in one call; returns the trees instead of their limits."""
+    """`begin_step`, `grow_all` and `allot` in one call."""
     trees, before, new, num_tokens = begin_step(live, emitted, spans, wanted, max_model_len, texts)
-    grown = grow_what_pays(trees, trie, lines, texts, learned, limits, shared, progress, prices)
-    return grown, before, new, num_tokens
+    forest = grow_all(trees, trie, lines, texts, learned, limits, shared)
+    return allot(forest, progress, prices), before, new, num_tokens
+
+
+@kernel
+def begin_recycle_and_grow(
+    live: ProgressArrays,
+    emitted: EmittedTokens,
+    spans: Int64s,
+    wanted: WantedDrafts,
+    max_model_len: int,
+    trees: ChoiceTrees,
+    choices: ModelChoices,
+    trie: TrieArrays,
+    lines: Int32s,
+    texts: TextArrays,
+    learned: RateArrays,
+    limits: TreeLimits,
+    shared: SharedTrees,
+    progress: int,
+    prices: StepPrices,
+) -> tuple[Grown, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s, Int32s]:
+    """As `begin_and_grow`, with new `choices` of the model; also returns what `recycle` does."""
+    replaced = recycle(lines, trees, choices)
+    grown, before, new, num_tokens = begin_and_grow(
+        live,
+        emitted,
+        spans,
+        wanted,
+        max_model_len,
+        trie,
+        lines,
+        texts,
+        learned,
+        limits,
+        shared,
+        progress,
+        prices,
+    )
+    return grown, before, new, num_tokens, replaced

@@ -7,8 +7,14 @@ import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.growth.candidates import CHOICES
-from lookahead_vllm.draft.growth.recycling import NUM_CHOICES, NUM_LINES, ChoiceTrees, recycle
-from lookahead_vllm.draft.growth.step import Grown, begin_step, grow_what_pays
+from lookahead_vllm.draft.growth.recycling import (
+    NOTHING_REPLACED,
+    NUM_CHOICES,
+    NUM_LINES,
+    ChoiceTrees,
+    swap_lines,
+)
+from lookahead_vllm.draft.growth.step import Grown, begin_recycle_and_grow
 from lookahead_vllm.draft.growth.trees import DEPTH, NODES
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.progress import (
@@ -71,6 +77,8 @@ class HybridProposer(NGramTrieProposer):
         """What the model's choices in the step before a `draft` belong to."""
         self._has_combs = False
         """Whether combs are among them."""
+        self._replaced = NOTHING_REPLACED
+        """What the choices in that step have replaced in `lines`."""
         self._windows: tuple[Int64s, Int64s, Load] | None = None
         """The arguments of `branch.choose` in a `draft` that may send combs."""
         super().__init__(options, text_nodes, NUM_LINES)
@@ -194,14 +202,21 @@ class HybridProposer(NGramTrieProposer):
     def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[Grown, Int64s]:
         if self._awaited is None:
             return super()._begin_and_grow(step)
-        trees, (hashes, *others), new, num_tokens = begin_step(*step, self._texts.arrays)
-        # Rates are learned first: the tokens were chosen from the new choices.
-        self._extend((hashes.copy(), *others), new, inserts=False)
         choices, verified = self._awaited
         given = verified.at_roots, verified.at_nodes, verified.gaps
-        recycle(self._lines, choices[:], given)  # plain tuples, see TrieArrays
-        self._unlearned = (hashes, *others), new, False
-        return grow_what_pays(trees, *self._growing), num_tokens
+        grown, before, new, num_tokens, self._replaced = begin_recycle_and_grow(
+            *step, choices[:], given, *self._growing
+        )
+        self._unlearned = before, new
+        return grown, num_tokens
+
+    def _learn_drafted(self) -> None:
+        """Learn from the tokens of the last `draft`, by the choices that were known before it: the
+        tokens were chosen from the new ones."""
+        replaced, self._replaced = self._replaced, NOTHING_REPLACED
+        swap_lines(self._lines, replaced, restore=True)
+        super()._learn_drafted()
+        swap_lines(self._lines, replaced, restore=False)
 
     def learn(self) -> None:
         awaited, self._awaited = self._awaited, None

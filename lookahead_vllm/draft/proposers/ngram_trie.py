@@ -107,9 +107,9 @@ class NGramTrieProposer(Proposer):
         self._namespaces = Namespaces(self.trie)
         self._texts = LiveTexts(options.chain_length)
         self._plan: _Plan
-        self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...], bool] | None = None
+        self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
         """The texts before the tokens of the last `draft`, and the tokens, as `step.extend` takes
-        them, and whether rates have to be learned from them."""
+        them."""
         self._growers = Growers()
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
@@ -228,7 +228,7 @@ class NGramTrieProposer(Proposer):
         """Move the texts on, and grow the next trees, cut to the nodes that are worth their cost by
         the plan; `step` has the first arguments of `begin_step`."""
         grown, before, new, num_tokens = begin_and_grow(*step, *self._growing)
-        self._unlearned = before, new, True
+        self._unlearned = before, new
         return grown, num_tokens
 
     @property
@@ -278,22 +278,15 @@ class NGramTrieProposer(Proposer):
             unlearned, self._unlearned = self._unlearned, None
             self._extend(*unlearned)
 
-    def _extend(
-        self,
-        texts: tuple[Any, ...],
-        emitted: tuple[Any, ...],
-        learns: bool = True,
-        inserts: bool = True,
-    ) -> None:
+    def _extend(self, texts: tuple[Any, ...], emitted: tuple[Any, ...]) -> None:
         """Learn rates from the `emitted` tokens, insert them, and move the `texts` on."""
         hashes, spaces, _ = texts
         rows, tokens, sizes, live = emitted
-        if inserts:
-            self._texts.add_to_answers(live, tokens, sizes)
-        if self.fleet is not None and inserts:
+        self._texts.add_to_answers(live, tokens, sizes)
+        if self.fleet is not None:
             numbers = self._texts.numbers[live]
             self.fleet.send(numbers, spaces[rows, ANSWERS], hashes[rows], tokens, sizes)
-        extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays, learns, inserts)
+        extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays)
 
     def held_share(self) -> float | None:
         """How much of the texts that were read the trie holds, by a sample of their n-grams."""

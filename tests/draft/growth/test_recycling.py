@@ -11,6 +11,7 @@ from lookahead_vllm.draft.growth.recycling import (
     is_from_cell,
     make_lines,
     recycle,
+    swap_lines,
 )
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
 from lookahead_vllm.draft.proposers.jacobi_window import JacobiWindowProposer
@@ -48,7 +49,7 @@ def keep(lines, text, tree, at_root, at_nodes, space=1, num_grown=None):
         np.array(at_nodes, np.int32).reshape(-1, NUM_CHOICES),
         np.tile(np.arange(NUM_CHOICES, dtype=np.float32), (1 + len(tree), 1)),
     )
-    recycle(lines, trees, choices)
+    return recycle(lines, trees, choices)
 
 
 def find(lines, text, space=1, max_size=8):
@@ -142,3 +143,36 @@ def test_the_hybrid_tree_has_nodes_of_all_sources():
 
 def test_the_request_that_compiles_the_kernels_leaves_no_edge():
     assert count_edges(HybridProposer(LookaheadOptions(proposer="hybrid")).trie) == 0
+
+
+def test_what_a_step_has_replaced_can_be_taken_back_and_done_again():
+    """The tree repeats its contexts, so that lines are replaced twice."""
+    lines, tree = make_lines(64), DraftTree.chain([5, 5, 5, 5])
+    keep(lines, [1, 5], DraftTree.chain([7]), choices_from(5), [choices_from(3)])
+    before = lines.copy()
+    replaced = keep(lines, [2, 5], tree, choices_from(8), [choices_from(i) for i in range(4)])
+    after = lines.copy()
+    assert len(replaced) > len(set(replaced[:, -1].tolist())) > 3
+    for _ in range(2):
+        swap_lines(lines, replaced, restore=True)
+        assert np.array_equal(lines, before)
+        swap_lines(lines, replaced, restore=False)
+        assert np.array_equal(lines, after)
+
+
+def test_rates_are_learned_from_the_choices_before_the_tokens():
+    """The tokens are among the choices of their own step, which would look infallible."""
+
+    def rates_after(verified: Verified | None) -> list[np.ndarray]:
+        proposer = HybridProposer(LookaheadOptions(max_nodes=1024, window_size=1))
+        proposer.start("a", [1, 2, 3])
+        draft_trees(proposer, [DraftLimits("a", 1, 1)])
+        read(proposer, {"a": [5, 5, 5]}, verified)
+        return [array.copy() for array in proposer.rate.arrays]
+
+    tree = DraftForest.of([DraftTree.chain([5, 5])])
+    chosen = Verified.nothing(["a"], tree, NUM_CHOICES)._replace(
+        at_roots=ids(*choices_from(5))[None], at_nodes=np.array([choices_from(5)] * 2, np.int32)
+    )
+    for one, other in zip(rates_after(None), rates_after(chosen), strict=True):
+        assert np.array_equal(one, other, equal_nan=True)
