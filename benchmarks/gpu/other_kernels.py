@@ -40,6 +40,7 @@ def checks() -> Iterator[tuple[str, Callable[[], Found]]]:
     for what in ("penalties", "bad words", "thinking budgets"):
         yield f"{what} at nodes", partial(check_history, what)
     yield "the model's choices", check_choices
+    yield "the model's tokens in a replayed graph", check_captured_choices
 
 
 def _moved(value: Any) -> Any:
@@ -158,4 +159,18 @@ def check_choices() -> Found:
     expected = logits[torch.from_numpy(rows).to(DEVICE)].topk(8).indices.cpu().numpy()
     found = Choices.at(rows, pack_choices(logits, 8))
     assert np.array_equal(found.tokens, expected)
+    return {}
+
+
+def check_captured_choices() -> Found:
+    logits = torch.randn(40, 5000, device=DEVICE)
+    pack_choices(logits, 8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed = pack_choices(logits, 8)
+    for _ in range(3):
+        logits.normal_()
+        graph.replay()
+        found = Choices.at(np.arange(40), packed)
+        assert np.array_equal(found.tokens, logits.topk(8).indices.cpu().numpy())
     return {}
