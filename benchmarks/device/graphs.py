@@ -52,8 +52,8 @@ def install(work: HostWork) -> None:
             for desc in manager._capture_descs[CUDAGraphMode.FULL]:
                 manager.graphs[desc] = _Graph(work.kernel(self._model_of(desc), 0))
                 if desc.max_query_len is not None:
-                    for kind in manager.kinds_of_tails:
-                        manager.tails[desc, kind] = self._tail_of(desc, kind)
+                    for number in manager.numbers_of_choices:
+                        manager.tails[desc, number] = self._tail_of(desc, number)
 
         def _varlen_obstacle(self) -> None:
             """None: attention is not run."""
@@ -72,8 +72,8 @@ def install(work: HostWork) -> None:
 
             return replay
 
-        def _tail_of(self, desc: Any, kind: int) -> Tail:
-            launch = self._make_tail(desc, kind)
+        def _tail_of(self, desc: Any, num_choices: int) -> Tail:
+            launch = self._make_tail(desc, num_choices)
             result = launch()
 
             def replay() -> None:

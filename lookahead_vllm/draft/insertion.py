@@ -4,7 +4,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from itertools import count
 from time import perf_counter, sleep
 from typing import Protocol
 
@@ -97,11 +96,11 @@ class InsertionQueue:
         """
         now, longest = self.clock(), 0.0
         end = now + seconds
-        for turn in count(1):
-            if now + longest >= end or not self._has_work():
-                break
+        turns = 0
+        while now + longest < end and self._has_work():
             self._insert_turn()
-            if turn % TURNS_LOCKED == 0:
+            turns += 1
+            if turns % TURNS_LOCKED == 0:
                 sleep(0)
             before, now = now, self.clock()
             longest = max(longest, now - before)

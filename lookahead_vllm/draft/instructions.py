@@ -19,7 +19,11 @@ NUM_LANES = 16
 """Elements of a vector of int32 or float32: 64 bytes."""
 
 _ORDER = "seq_cst"
-_HAS_PAUSE = platform.machine() == "x86_64"
+_PAUSES: dict[str, tuple[str, list[int]]] = {
+    "x86_64": ("llvm.x86.sse2.pause", []),
+    "aarch64": ("llvm.aarch64.isb", [15]),
+}
+"""By machine: an instruction that takes a while, and its operands."""
 _NUM_PAUSES = 200  # each takes 10 to 140 cycles, by processor
 
 
@@ -72,9 +76,11 @@ def pause(typing: Any) -> Any:
     """Call this in a loop that waits: it leaves the core to its other hardware thread."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if _HAS_PAUSE:
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", fnty=kind), [])
+        if platform.machine() in _PAUSES:
+            name, operands = _PAUSES[platform.machine()]
+            values = [ir.Constant(ir.IntType(32), operand) for operand in operands]
+            kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+            builder.call(builder.module.declare_intrinsic(name, fnty=kind), values)
         return context.get_dummy_value()
 
     return types.void(), code

@@ -177,7 +177,7 @@ class GraphCPURunner(GraphRunner, model_runner.CPUModelRunner):
         begin, make_tail = manager.begin_graph, manager.make_tail
         manager.begin_graph = partial(recorded_graphs.launch, begin)
         if make_tail is not None:
-            manager.make_tail = lambda *kind: recorded_graphs.recorded(make_tail(*kind))
+            manager.make_tail = lambda *tail: recorded_graphs.recorded(make_tail(*tail))
 
         def model(**inputs: Any) -> torch.Tensor:
             output: torch.Tensor = self.model(**inputs)
@@ -211,9 +211,9 @@ class GraphCPURunner(GraphRunner, model_runner.CPUModelRunner):
         manager.before_replay = count
         replay_tail = manager.replay_tail
 
-        def count_tail(*kind: Any) -> Any:
+        def count_tail(*tail: Any) -> Any:
             self.num_tails += 1
-            return replay_tail(*kind)
+            return replay_tail(*tail)
 
         manager.replay_tail = count_tail  # type: ignore[method-assign]
 

@@ -91,17 +91,17 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
     make_tail : callable
         Called for each graph for drafts when all are captured: what the result launches becomes the
         tail of this graph, what it returns is kept. Set by the runner.
-    kinds_of_tails : tuple of int
-        Each graph has a tail for each of these: the second argument of `make_tail`.
+    numbers_of_choices : tuple of int
+        Each graph has a tail for each of these numbers of the model's choices at a row.
     tails : dict
-        The tails by their kind and the graph that runs before them; none if one could not be
-        captured.
+        The tails by the graph that runs before them and their number of choices; none if one could
+        not be captured.
     """
 
     before_replay: Callable[[BatchExecutionDescriptor], BatchExecutionDescriptor] | None
     begin_graph: Callable[[BatchExecutionDescriptor], None] | None
     make_tail: MakeTail | None
-    kinds_of_tails: tuple[int, ...] = (0,)
+    numbers_of_choices: tuple[int, ...] = (0,)
     tails: dict[tuple[BatchExecutionDescriptor, int], Tail]
 
     def __init__(self, attended: AttendedTrees, *args: Any, **kwargs: Any) -> None:
@@ -176,14 +176,14 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
                 self._use_buffers(None)
         if self.make_tail is not None and self._draft_graphs:
             try:
-                for kind in self.kinds_of_tails:
-                    self.tails |= self._capture_tails(self.make_tail, kind)
+                for num_choices in self.numbers_of_choices:
+                    self.tails |= self._capture_tails(self.make_tail, num_choices)
             except Exception:
                 self.tails = {}
                 logger.exception("Lookahead samples outside of graphs: the capture has failed.")
 
     def _capture_tails(
-        self, make_tail: MakeTail, kind: int
+        self, make_tail: MakeTail, num_choices: int
     ) -> dict[tuple[BatchExecutionDescriptor, int], Tail]:
         """Capture the tails as vLLM captures the graphs, in the same memory."""
         descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
@@ -192,7 +192,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         results: dict[BatchExecutionDescriptor, Any] = {}
 
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[..., None]:
-            launch = make_tail(desc, kind)
+            launch = make_tail(desc, num_choices)
 
             def run(*args: Any) -> None:
                 results[desc] = launch()
@@ -206,7 +206,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             patches.swapped(self, "_capture_mem_samples", None),
         ):
             CudaGraphManager.capture(self, create, "Capturing CUDA graphs of sampling")
-        return {(desc, kind): Tail(graph, results[desc]) for desc, graph in graphs.items()}
+        return {(desc, num_choices): Tail(graph, results[desc]) for desc, graph in graphs.items()}
 
     def tail_of(self, desc: BatchExecutionDescriptor) -> BatchExecutionDescriptor | None:
         """The graph whose tail follows this one, None if there is none.
@@ -218,9 +218,9 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             desc = self._draft_graphs.get((desc.num_tokens, 0), desc)
         return desc if (desc, 0) in self.tails else None
 
-    def replay_tail(self, desc: BatchExecutionDescriptor, kind: int = 0) -> Any:
+    def replay_tail(self, desc: BatchExecutionDescriptor, num_choices: int = 0) -> Any:
         """Launch the tail of a graph that has one; returns its results."""
-        tail = self.tails[desc, kind]
+        tail = self.tails[desc, num_choices]
         tail.graph.replay()
         return tail.result
 

@@ -82,7 +82,7 @@ class GraphRunner(LookaheadRunner):
         if self._may_have_tails():
             manager.make_tail = self._make_tail
             if self.drafter.options.proposer != "ngram_trie":  # "auto" becomes "hybrid" later
-                manager.kinds_of_tails = 0, NUM_CHOICES
+                manager.numbers_of_choices = 0, NUM_CHOICES
             sampler = self.sampler
             sampler.draws = sampler.draws or Draws(self.max_num_reqs, self.device)
         self._buffers = {}

@@ -385,7 +385,7 @@ def test_every_step_of_a_size_replays_its_graph(engine):
 
 
 def test_a_tail_that_cannot_be_captured_leaves_the_graphs(engine):
-    def make_tail(desc: Any, kind: int) -> Any:
+    def make_tail(desc: Any, num_choices: int) -> Any:
         raise RuntimeError("as planned")
 
     other = Engine(KINDS[0])

@@ -102,9 +102,9 @@ class Engine:
         manager.hidden_states = torch.zeros(ROWS, VOCAB, dtype=self.table.dtype)
         self.runner.cudagraph_manager = manager
         with torch.inference_mode():
-            for kind in {0, self.runner.drafter.proposer.num_choices}:
+            for number in {0, self.runner.drafter.proposer.num_choices}:
                 manager.tails |= manager._capture_tails(
-                    lambda *kind: recorded_graphs.recorded(self.runner._make_tail(*kind)), kind
+                    lambda *tail: recorded_graphs.recorded(self.runner._make_tail(*tail)), number
                 )
         assert {desc.num_tokens for desc, _ in manager.tails} == set(sizes)
         return manager
