@@ -78,6 +78,7 @@ def wait() -> None:
 def compile_verification() -> None:
     """Compile the kernels that the worker calls itself, so that no request waits for it."""
     from lookahead_vllm.draft.budget.cost import StepWork
+    from lookahead_vllm.draft.instructions import pause_unlocked
     from lookahead_vllm.draft.progress import compile_progress
     from lookahead_vllm.draft.tree import DraftForest, DraftTree
     from lookahead_vllm.verify import acceptance
@@ -95,6 +96,7 @@ def compile_verification() -> None:
     acceptance.emitted_tokens(forest, zeros, paths, *tokens)
     acceptance.tally(forest, paths)
     acceptance.paths_of_tokens(forest, np.zeros((1, 2), np.int64), np.ones(1, np.int32))
+    pause_unlocked()
     compile_progress()
     compile_layout()
 

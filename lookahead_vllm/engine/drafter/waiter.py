@@ -30,7 +30,6 @@ class Waiter:
         self._work = work
         self._durations: deque[float] = deque(maxlen=8)
         """Seconds from the launch of the last steps to their tokens."""
-        pause_unlocked()  # compiled now
 
     def wait(self, step: Step, stand_by: Callable[[], None] = lambda: None) -> None:
         """Wait for the tokens of a step; calls `stand_by` before it polls."""
