@@ -1,6 +1,6 @@
 """The compiled calls of a step: the tokens of the last one in, the trees of the next one out."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -187,37 +187,10 @@ def begin_and_grow(
 
 @kernel
 def begin_recycle_and_grow(
-    live: ProgressArrays,
-    emitted: EmittedTokens,
-    spans: Int64s,
-    wanted: WantedDrafts,
-    max_model_len: int,
-    trees: ChoiceTrees,
-    choices: ModelChoices,
-    trie: TrieArrays,
-    lines: Int32s,
-    texts: TextArrays,
-    learned: RateArrays,
-    limits: TreeLimits,
-    shared: SharedTrees,
-    progress: int,
-    prices: StepPrices,
+    trees: ChoiceTrees, choices: ModelChoices, lines: Int32s, *rest: Any
 ) -> tuple[Grown, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s, Int32s]:
-    """As `begin_and_grow`, with new `choices` of the model; also returns what `recycle` does."""
+    """As `begin_and_grow`, whose arguments are the `rest`, with new `choices` of the model; also
+    returns what `recycle` does."""
     replaced = recycle(lines, trees, choices)
-    grown, before, new, num_tokens = begin_and_grow(
-        live,
-        emitted,
-        spans,
-        wanted,
-        max_model_len,
-        trie,
-        lines,
-        texts,
-        learned,
-        limits,
-        shared,
-        progress,
-        prices,
-    )
+    grown, before, new, num_tokens = begin_and_grow(*rest)
     return grown, before, new, num_tokens, replaced

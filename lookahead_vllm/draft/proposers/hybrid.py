@@ -205,17 +205,16 @@ class HybridProposer(NGramTrieProposer):
         choices, verified = self._awaited
         given = verified.at_roots, verified.at_nodes, verified.gaps
         grown, before, new, num_tokens, self._replaced = begin_recycle_and_grow(
-            *step, choices[:], given, *self._growing
+            choices[:], given, self._lines, *step, *self._growing
         )
         self._unlearned = before, new
         return grown, num_tokens
 
-    def _learn_drafted(self) -> None:
-        """Learn from the tokens of the last `draft`, by the choices that were known before it: the
-        tokens were chosen from the new ones."""
+    def _extend(self, texts: tuple[Any, ...], emitted: tuple[Any, ...]) -> None:
+        """Learn by the choices that were known before: the tokens were chosen from the new ones."""
         replaced, self._replaced = self._replaced, NOTHING_REPLACED
         swap_lines(self._lines, replaced, restore=True)
-        super()._learn_drafted()
+        super()._extend(texts, emitted)
         swap_lines(self._lines, replaced, restore=False)
 
     def learn(self) -> None:

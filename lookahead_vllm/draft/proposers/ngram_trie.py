@@ -220,8 +220,7 @@ class NGramTrieProposer(Proposer):
         (fields, rate, min_prob), num_tokens = self._begin_and_grow(step)
         forest = DraftForest(*fields)
         self.pays = forest.num_nodes > 0
-        if self.cost is not None and self._plan.prices is not NO_PRICES:
-            self._judge_step(rate, min_prob)
+        self._judge_step(rate, min_prob)
         return forest, num_tokens
 
     def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[Grown, Int64s]:
@@ -239,13 +238,14 @@ class NGramTrieProposer(Proposer):
 
     def _judge_step(self, rate: float, min_prob: float) -> None:
         """Judge the trees of this step by the results of `allot`."""
-        assert self.cost is not None
+        progress, prices = self._plan
+        if self.cost is None or prices is NO_PRICES:
+            return
         if rate == 0.0:  # no node reached the probability, so the next trees have less likely nodes
             self._min_prob /= 2
             return
         # Nodes far below the probability that pays are not grown in the next step.
         self._min_prob = min_prob / 2
-        progress, prices = self._plan
         speedup = rate * (prices.base - prices.waiting) / progress
         self.pays = self.pays and is_worth_waiting(self.cost, speedup)
 

@@ -218,7 +218,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             desc = self._draft_graphs.get((desc.num_tokens, 0), desc)
         return desc if (desc, 0) in self.tails else None
 
-    def replay_tail(self, desc: BatchExecutionDescriptor, num_choices: int = 0) -> Any:
+    def replay_tail(self, desc: BatchExecutionDescriptor, num_choices: int) -> Any:
         """Launch the tail of a graph that has one; returns its results."""
         tail = self.tails[desc, num_choices]
         tail.graph.replay()

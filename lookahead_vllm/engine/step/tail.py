@@ -92,7 +92,7 @@ def run_tail(
     movers: Sequence[Any],
     width: int,
     use_fp64: bool,
-    num_choices: int = 0,
+    num_choices: int,
 ) -> Sampled:
     """Sample at all rows of a step that only decodes, walk, and move the KV of accepted nodes.
 

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.tree import DraftForest, find_branching
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.verify.layout.paged_batch import CAUSAL, PagedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from lookahead_vllm.verify.place import Split, pack, parts_of
@@ -155,9 +155,9 @@ def _share_out_and_write(
 ) -> int:
     """One call, because the device waits for it: `pack`, then `_write`."""
     pack(tokens, parents, depths, firsts, requests, entries, split, most_requests)
-    starts = parts_of(split, most_requests)[0][: len(entries) + 1]
+    starts, branches = parts_of(split, most_requests)[:2]
+    starts, branching = starts[: len(entries) + 1], branches[requests].astype(np.bool_)
     roots = starts[requests].astype(np.int64)
-    branching = find_branching(parents, firsts)
     return _write(
         packed, room, parents, depths, firsts, branching, requests, starts, roots, contexts
     )

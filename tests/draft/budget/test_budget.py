@@ -104,6 +104,7 @@ def test_a_tree_not_worth_its_attention_is_cut_to_its_best_chain():
     as_chain = allot(forest, contexts, StepCost(curve, causal=1e-6, trees=4e-5), Load())
     chain = as_chain.forest[0]
     assert chain.tokens.tolist() == [1, 3, 4] and chain.depths.tolist() == [1, 2, 3]
+    assert chain.probs.tolist() == tree.probs[[0, 2, 3]].tolist()
 
 
 def test_devices_that_share_a_tree_send_more_nodes():

@@ -60,7 +60,7 @@ class Engine:
     """The part of an engine from the drafts of a step to its tokens."""
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float32, num_choices: int = 0) -> None:
-        self.rng = np.random.default_rng(seed)
+        self.rng, self.num_chosen = np.random.default_rng(seed), 0
         self.states = RequestState(ENTRIES, BLOCKS * BLOCK, ROWS, LONGEST - 1, VOCAB, CPU)
         config: Any = SimpleNamespace(reasoning_config=None)
         self.sampler = RootSampler(lambda *_: None, config, ENTRIES, VOCAB, CPU, self.states)
@@ -205,8 +205,6 @@ class Engine:
             for one, other in zip(found[2:5], step.verified[2:5], strict=True):
                 assert np.array_equal(one, other)
             self.num_chosen += found.at_nodes.size
-
-    num_chosen = 0
 
     def outside_of_graphs(self, step: Step, hidden: torch.Tensor) -> Any:
         logits = self.runner.model.compute_logits(hidden)
