@@ -73,17 +73,25 @@ def extend(
     """Learn rates from the `new` tokens, insert them, and move the texts on."""
     trie, texts, learned = TrieArrays(*trie), TextArrays(*texts), RateArrays(*learned)
     new = NewTokens(*new)
-    next_hashes = np.empty(NUM_HASHES, np.uint64)
-    lookups, candidates, inputs = new_lookups(), new_candidates(), new_inputs()
+    hashes = np.empty(NUM_HASHES, np.uint64)
+    lookups, ahead = new_lookups(), new_lookups()
+    candidates, inputs = new_candidates(), new_inputs()
     learned_every = -(-len(new.tokens) // MAX_TOKENS_LEARNED)
     end = 0
     for i, row in enumerate(new.rows):
-        spaces, hashes, chain = texts.spaces[row], texts.hashes[row], texts.chains[row]
+        spaces, chain = texts.spaces[row], texts.chains[row]
         place = 0
         first, end = end, end + new.sizes[i]
+        if i == 0:
+            look_up(trie, spaces, texts.hashes[row], ahead, NUM_SUFFIXES)
         for at in range(first, end):
             token = new.tokens[at]
-            look_up(trie, spaces, hashes, lookups, NUM_SUFFIXES)
+            hashes[:] = texts.hashes[row]
+            advance(hashes, token, texts.hashes[row])
+            # The memory fetches what the next token needs while this one is learned.
+            lookups, ahead = ahead, lookups
+            then = row if at + 1 < end else new.rows[min(i + 1, len(new.rows) - 1)]
+            look_up(trie, texts.spaces[then], texts.hashes[then], ahead, NUM_SUFFIXES)
             match(trie.edges, spaces, lookups, NUM_SUFFIXES)
             if at % learned_every == 0:
                 size = find_all(
@@ -92,8 +100,6 @@ def extend(
                 weights = weight_set(candidates.longest, spaces)
                 learn_token(candidates.evidence, size, token, learned, weights, inputs)
             _insert(trie, spaces, lookups, token)
-            advance(hashes, token, next_hashes)
-            hashes[:] = next_hashes
             place = follow_chain(chain, place, token)
 
 
