@@ -83,25 +83,8 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def check(self, vocab_size: int, max_nodes: int) -> None:
-        """Raise DraftTreeError if the verifier cannot use this tree.
-
-        It must have at most `max_nodes` nodes and only tokens below `vocab_size`, and no two
-        children of one node may have the same token.
-        """
-        fault = int(DraftForest.of([self]).faults(vocab_size, np.array([max_nodes]))[0])
-        if fault:
-            raise DraftTreeError(_FAULTS[fault].format(len(self), max_nodes, vocab_size))
-
 
 EMPTY_TREE = DraftTree.chain([])
-
-_TOO_MANY_NODES, _OUTSIDE_VOCABULARY, _TWIN_SIBLINGS = 1, 2, 3
-_FAULTS = {
-    _TOO_MANY_NODES: "{0} nodes, more than the {1} allowed",
-    _OUTSIDE_VOCABULARY: "a token lies outside the vocabulary of {2}",
-    _TWIN_SIBLINGS: "two children of one node carry the same token",
-}
 
 
 ForestFields = tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]
@@ -260,10 +243,6 @@ class DraftForest(Sequence[DraftTree]):
         tokens[nodes], probs[nodes], sources[nodes] = self.tokens, self.probs, self.sources
         return DraftForest(tokens, parents, probs, depths, sources, firsts)
 
-    def faults(self, vocab_size: int, max_nodes: Int64s) -> Int64s:
-        """int64 [t]: 0 for a valid tree, else a key of `_FAULTS`. `max_nodes` is int64 [t]."""
-        return _find_faults(self.tokens, self.parents, self.firsts, vocab_size, max_nodes)
-
 
 @kernel
 def first_nodes(forest: ForestArrays, size: int) -> ForestFields:
@@ -323,27 +302,3 @@ def take_nodes(
             size += 1
         new_firsts[i + 1] = size
     return kept[:size], new_parents[:size], new_firsts
-
-
-@kernel
-def _find_faults(
-    tokens: Int32s, parents: Int32s, firsts: Int64s, vocab_size: int, max_nodes: Int64s
-) -> Int64s:
-    faults = np.zeros(len(firsts) - 1, np.int64)
-    for tree in range(len(faults)):
-        first, end = firsts[tree], firsts[tree + 1]
-        if end - first > max_nodes[tree]:
-            faults[tree] = _TOO_MANY_NODES
-            continue
-        own_tokens, own_parents = tokens[first:end], parents[first:end]
-        is_outside = has_twins = False
-        for node in range(end - first):
-            token, parent = own_tokens[node], own_parents[node]
-            is_outside |= not 0 <= token < vocab_size
-            for other in range(node):  # without a branch
-                has_twins |= (own_parents[other] == parent) & (own_tokens[other] == token)
-        if has_twins:
-            faults[tree] = _TWIN_SIBLINGS
-        elif is_outside:
-            faults[tree] = _OUTSIDE_VOCABULARY
-    return faults

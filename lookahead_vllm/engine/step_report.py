@@ -36,8 +36,6 @@ class StepReport:
     """The predicted time of the same steps without their drafts."""
     draft_seconds: float = 0.0
     """Wall time of learning from emitted tokens and of growing the trees."""
-    refused_trees: int = 0
-    """Malformed trees of the proposer; their requests got no draft."""
     evictions: int = 0
     """N-grams that were pruned from the trie."""
     trie_nodes: int | None = None

@@ -16,6 +16,7 @@ from tests.support.models import save_tiny_model
 from tests.support.ranks import Answers, plain_answers
 from tests.support.servers import cores_of
 from tests.support.tokenizer import save_tokenizer
+from tests.support.valid_trees import checked_trees
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,8 +26,8 @@ def _fork_processes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _count_twice() -> Iterator[None]:
-    with counted_twice():
+def _check_steps() -> Iterator[None]:
+    with counted_twice(), checked_trees():
         yield
 
 

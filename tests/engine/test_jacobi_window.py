@@ -32,7 +32,6 @@ def test_output_equals_plain_vllm(proposer, llama):
         assert generate_staggered(llm, prompts, GREEDY) == staggered
         counters = drafter_of(llm).counters
         assert counters.accepted_nodes > 50 and counters.branching_trees > 50
-        assert counters.refused_trees == 0
         generate(llm, prompts[:1])  # the worker drops finished requests in the next step
         windows = drafter_of(llm).proposer.branch.windows  # type: ignore[attr-defined]
         assert len(windows.request_rows._rows) == 1, "a window outlived its request"

@@ -41,6 +41,7 @@ from tests.support.models import STAGED, WANDERING, save_adapter, save_config
 from tests.support.processors import NoRepeat
 from tests.support.redis_server import RedisServer
 from tests.support.tokenizer import save_tokenizer
+from tests.support.valid_trees import checked_trees
 
 CONFIGS = drafters.CONFIGS | HYBRIDS
 PERTURBATIONS = 24
@@ -298,6 +299,7 @@ class Rounds:
             counted_preemptions() as preempted,
             branching_requests() as played.branching,
             counted_twice(),
+            checked_trees(),
             mock.patch.multiple(sessions, **SHORT_SESSIONS),
             self._shared(round_) as lookahead,
         ):

@@ -1,10 +1,8 @@
-"""Test proposers that draft from recorded answers: right, wrong, hidden or malformed trees."""
+"""Test proposers that draft from recorded answers: right, wrong, hidden or foreign tokens."""
 
 import random
 from collections.abc import Sequence
 from typing import ClassVar
-
-import numpy as np
 
 from lookahead_vllm.draft.proposers.proposer import TextByText
 from lookahead_vllm.draft.proposers.registry import CLASS_PATHS
@@ -173,17 +171,11 @@ class AlwaysWrong(TestProposer):
         return DraftTree.from_lists(wrong[:n], [-1] * n)
 
 
-class Malformed(TestProposer):
-    """Invalid trees: a foreign token, twin siblings or too many nodes, in turn."""
+class Foreign(TestProposer):
+    """A token that the model lacks."""
 
     def grow(self, limit: DraftLimits) -> DraftTree:
-        n = limit.max_nodes
-        kind = len(self.outputs[limit.request_id]) % 3
-        if kind == 0:
-            return DraftTree.chain([VOCAB + 5] * n)
-        if kind == 1:
-            return DraftTree.from_lists([7, 7], [-1, -1])
-        return DraftTree.chain(list(np.arange(n + 4) % VOCAB))
+        return DraftTree.chain([VOCAB] * min(limit.max_nodes, 1))
 
 
 TEST_PROPOSERS = dict(
@@ -192,7 +184,7 @@ TEST_PROPOSERS = dict(
     always_wrong=f"{__name__}.AlwaysWrong",
     planned=f"{__name__}.Planned",
     recorder=f"{__name__}.Recorder",
-    malformed=f"{__name__}.Malformed",
+    foreign=f"{__name__}.Foreign",
 )
 CLASS_PATHS.update(TEST_PROPOSERS)
 ALLOWED["proposer"] = Allowed((*ALLOWED["proposer"].words, *TEST_PROPOSERS))

@@ -14,10 +14,9 @@ from lookahead_vllm.draft.budget.cost import StepCost, StepWork
 from lookahead_vllm.draft.cache.keeper import CacheKeeper
 from lookahead_vllm.draft.fleet.exchange import Exchange
 from lookahead_vllm.draft.growth.growers import MAX_THREADS
-from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.proposers.proposer import NoProposer, Proposer
 from lookahead_vllm.draft.proposers.registry import make_proposer
-from lookahead_vllm.draft.tree import EMPTY_TREE, DraftForest, DraftTree, DraftTreeError
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine import config
 from lookahead_vllm.engine.attention.branching import Branching
 from lookahead_vllm.engine.drafter.cache import open_cache
@@ -176,24 +175,17 @@ class LookaheadDrafter:
         if self._cache is not None:
             self._cache.close()
 
-    def checked(self, forest: DraftForest, max_nodes: Int64s) -> DraftForest:
-        """The forest without malformed trees; `max_nodes` int64 [t]: of each tree."""
-        if forest.faults(self.vocab_size, max_nodes).any():
-            trees = zip(forest, max_nodes.tolist(), strict=True)
-            forest = DraftForest.of([self._tree_or_empty(*tree) for tree in trees])
-        return forest
+    def within_vocabulary(self, forest: DraftForest) -> DraftForest:
+        """The forest; an empty one, which is logged once, if the model lacks a node's token.
 
-    def _tree_or_empty(self, tree: DraftTree, max_nodes: int) -> DraftTree:
-        """The tree; an empty one if it is malformed, which is logged once."""
-        try:
-            tree.check(self.vocab_size, max_nodes)
-        except DraftTreeError as error:
-            self.recorder.counters.refused_trees += 1
-            logger.error_once(
-                "Refused a malformed draft tree of proposer '%s': %s. "
-                "The request goes on without a draft.",
-                self.options.proposer,
-                error,
-            )
-            return EMPTY_TREE
-        return tree
+        A cache file may come from a model with the same tokenizer and more tokens.
+        """
+        if not forest.num_nodes or forest.tokens.max() < self.vocab_size:
+            return forest
+        logger.error_once(
+            "Lookahead: proposer '%s' knows tokens outside of the model's vocabulary of %d. Steps "
+            "that would draft them have no drafts. Is its cache file from another model?",
+            self.options.proposer,
+            self.vocab_size,
+        )
+        return forest.at_most(0)

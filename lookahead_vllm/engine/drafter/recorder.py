@@ -25,7 +25,6 @@ class Counters:
     nodes: int = 0
     accepted_nodes: int = 0
     moved_tokens: int = 0
-    refused_trees: int = 0
     failures: int = 0
     """Exceptions of the proposer."""
 
@@ -48,7 +47,7 @@ class StepRecorder:
         self.report = StepReport()
         self.traffic: Traffic | None = None
         self._reported_traffic = Traffic()
-        self._reported_refused = self._reported_pruned = 0
+        self._reported_pruned = 0
         self._next_look = 0.0
         """When the texts will be measured."""
         self._proposer: Any = None
@@ -83,11 +82,8 @@ class StepRecorder:
         report.count_lengths(lengths)
 
     def take_report(self) -> StepReport:
-        """The report, with the trie's size and what was pruned and refused; begins a new one."""
+        """The report, with the trie's size and what was pruned; begins a new one."""
         report, self.report = self.report, StepReport()
-        refused = self.counters.refused_trees
-        report.refused_trees += refused - self._reported_refused
-        self._reported_refused = refused
         if self._trie is not None:
             pruned = self._trie.num_pruned
             report.evictions += pruned - self._reported_pruned

@@ -179,7 +179,6 @@ class Summary:
 
 COUNTERS = {
     "draft_seconds": ("draft_seconds", "Wall time of learning from tokens and growing trees."),
-    "refused_trees": ("trees_refused", "Malformed draft trees: their requests got no draft."),
     "evictions": ("trie_evictions", "N-grams that were pruned to make room for newer ones."),
     "published": ("fleet_tokens_published", "Tokens sent to other servers."),
     "learned": ("fleet_tokens_learned", "Tokens read from other servers."),

@@ -12,6 +12,7 @@ from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, re
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.reference_trie import count_edges
+from tests.support.valid_trees import check
 
 DOCUMENT = list(range(100, 180))
 
@@ -120,14 +121,14 @@ def test_every_tree_is_valid_within_its_limits_and_best_first(
         DraftLimits(str(r), max_nodes, max_depth, may_branch) for r in {r for r, _, _ in requests}
     ]
     for tree in draft_trees(proposer, limits):
-        tree.check(vocab_size=6, max_nodes=max_nodes)
+        check(tree, vocab_size=6, max_nodes=max_nodes)
         assert len(tree) == 0 or tree.depths.max() <= max_depth
         assert (np.diff(tree.probs) <= 0).all() and (tree.probs > 0).all()
         assert (tree.probs < 1).all()
         forest = DraftForest.of([tree])
         assert may_branch or not forest.branching[0]
         for n in range(len(tree)):
-            forest.at_most(n)[0].check(vocab_size=6, max_nodes=n)
+            check(forest.at_most(n)[0], vocab_size=6, max_nodes=n)
     assert count_edges(proposer.trie) <= 1024
 
 

@@ -13,6 +13,7 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.draft.window.branch import NO_WINDOW, SKIP_AFTER_STEPS, LookaheadBranch
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.valid_trees import check
 
 OPTIONS = LookaheadOptions(proposer="jacobi_window", window_size=7)
 LOW_COST = StepCost(CostCurve([1, 256], [20.0, 22.0]))
@@ -123,7 +124,8 @@ def test_the_proposer_keeps_to_each_request_s_limits():
         [(128, 64, True), (10, 64, True), (128, 1, True), (128, 64, False), (1, 1, True)]
     )]  # fmt: skip
     forest = draft_trees(proposer, limits)
-    assert not forest.faults(100, np.array([limit.max_nodes for limit in limits])).any()
+    for tree, limit in zip(forest, limits, strict=True):
+        check(tree, vocab_size=100, max_nodes=limit.max_nodes)
     depths = [int(tree.depths.max(initial=0)) for tree in forest]
     assert all(depth <= limit.max_depth for depth, limit in zip(depths, limits, strict=True))
     assert not forest.branching[3]

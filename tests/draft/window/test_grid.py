@@ -8,6 +8,7 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.window.grid import ABSENT, ROOT, Windows
 from lookahead_vllm.options.window import WindowShape, paper_window_size
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+from tests.support.valid_trees import check
 
 FIGURE_2B = """
 x0 0: x0
@@ -90,7 +91,7 @@ def test_cells_on_a_path_that_is_there_already_are_its_nodes():
 def test_cells_beyond_the_limits_are_absent(max_nodes, max_depth):
     windows, rows = full_window(WindowShape(3, 3), [[0, 5, 6], [7, 8, 9]])
     tree = add_comb(windows, rows, DraftTree.chain([]), max_nodes, max_depth)
-    tree.check(vocab_size=10, max_nodes=max_nodes)
+    check(tree, vocab_size=10, max_nodes=max_nodes)
     assert tree.depths.max(initial=0) <= max_depth
     cells = windows.arrays.cells[rows[0], :, :3]
     assert len({c for c in cells.ravel().tolist() if c >= 0}) == len(tree) < 5

@@ -96,7 +96,7 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again):
         proposer=proposer,
         options=LookaheadOptions(),
         max_model_len=100,
-        checked=lambda forest, max_nodes: forest,
+        within_vocabulary=lambda forest: forest,
         is_drafting_rank=True,
     )
     late = LateDrafts(drafter, GrammarCopies(None))  # type: ignore[arg-type]

@@ -94,7 +94,6 @@ def full_report() -> StepReport:
     report.costs += [(0.010, 0.012), (0.010, 0.008)]
     report.draft_seconds += 0.5
     report.evictions += 6
-    report.refused_trees += 2
     report.trie_nodes, report.trie_bytes, report.texts_held = 100, 1600, 0.75
     report.published, report.learned, report.dropped, report.lag_seconds = 10, 30, 2, 0.25
     return report
@@ -160,7 +159,6 @@ def test_every_number_of_a_report_is_counted():
     assert value("trie_bytes") == 1600
     assert value("trie_texts_held") == 0.75
     assert value("trie_evictions_total") == 12
-    assert value("trees_refused_total") == 4
     assert value("fleet_tokens_published_total") == 20
     assert value("fleet_tokens_learned_total") == 60
     assert value("fleet_dropped_total") == 4
@@ -317,7 +315,7 @@ def test_whatever_is_exposed_is_named_and_the_other_way_round(path):
         for family in REGISTRY.collect()
         if family.name.startswith(PREFIX) and not family.name.endswith("_created")
     }
-    assert len(exposed) == 17
+    assert len(exposed) == 16
     named = set(re.findall(rf"(?<![\w:]){PREFIX}[a-z_]+", path.read_text()))
     assert named - set().union(*exposed.values()) == set()
     assert [family for family, names in exposed.items() if not names & named] == []
