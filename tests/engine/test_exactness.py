@@ -189,12 +189,6 @@ def test_threads_that_grow_trees_change_no_output(llama, plain, monkeypatch):
     assert len(calls) > 20 and len({*calls}) == 2
 
 
-def test_tokens_that_the_model_lacks_are_not_verified(llama, plain):
-    with engine(llama, {"proposer": "foreign", "budget": 16}, drafts=False) as llm:
-        assert generate(llm, PROMPTS) == plain.greedy
-        assert drafter_of(llm).counters.nodes == 0
-
-
 def test_beam_search_and_requests_with_lookahead_off_get_no_drafts(llama):
     prompts = random_prompts(2, 30, seed=19)
     beams = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)

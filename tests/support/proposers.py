@@ -1,4 +1,4 @@
-"""Test proposers that draft from recorded answers: right, wrong, hidden or foreign tokens."""
+"""Test proposers that draft from recorded answers: right, wrong or hidden."""
 
 import random
 from collections.abc import Sequence
@@ -171,20 +171,12 @@ class AlwaysWrong(TestProposer):
         return DraftTree.from_lists(wrong[:n], [-1] * n)
 
 
-class Foreign(TestProposer):
-    """A token that the model lacks."""
-
-    def grow(self, limit: DraftLimits) -> DraftTree:
-        return DraftTree.chain([VOCAB] * min(limit.max_nodes, 1))
-
-
 TEST_PROPOSERS = dict(
     hidden_path=f"{__name__}.HiddenPath",
     always_right=f"{__name__}.AlwaysRight",
     always_wrong=f"{__name__}.AlwaysWrong",
     planned=f"{__name__}.Planned",
     recorder=f"{__name__}.Recorder",
-    foreign=f"{__name__}.Foreign",
 )
 CLASS_PATHS.update(TEST_PROPOSERS)
 ALLOWED["proposer"] = Allowed((*ALLOWED["proposer"].words, *TEST_PROPOSERS))

@@ -37,16 +37,23 @@ class CacheKeeper:
     seconds if the proposer has learned something.
 
     The proposer may run meanwhile. With an interval of 0, the file is saved only on `close`.
-    `tokenizer` is the `fingerprint` (cache/file.py) of the one in use.
+    `tokenizer` is the `fingerprint` (cache/file.py) of the one in use; the model may know fewer
+    tokens, its `vocab_size`.
     """
 
     def __init__(
-        self, proposer: NGramTrieProposer, path: Path, interval: float, tokenizer: str
+        self,
+        proposer: NGramTrieProposer,
+        path: Path,
+        interval: float,
+        tokenizer: str,
+        vocab_size: int,
     ) -> None:
         self.path = path
         self._proposer = proposer
         self._interval = interval
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._may_save = self._load()
         self._saved_state = self._state_hash()
         self._last_error = ""
@@ -133,7 +140,7 @@ class CacheKeeper:
             raise RefusedFileError(
                 f"it was made for max_nodes={saved}, and this server has max_nodes={capacity}"
             )
-        self._proposer.restore(arrays, facts)
+        self._proposer.restore(arrays, facts, self._vocab_size)
 
     def _set_aside(self, error: Exception) -> bool:
         """Rename the refused file, and return whether a new one may be saved."""

@@ -36,7 +36,7 @@ from lookahead_vllm.draft.trie.suffix import (
     Hashes,
     hashes_of,
 )
-from lookahead_vllm.draft.trie.table import NO_SPACE, Trie, count_by_space
+from lookahead_vllm.draft.trie.table import NO_SPACE, TOKEN_MASK, USE, Trie, count_by_space
 from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.options.server import LookaheadOptions
 
@@ -333,14 +333,20 @@ class NGramTrieProposer(Proposer):
         facts["followed"] = self.followed if self.fleet is None else self.fleet.positions()
         return arrays, {**facts, "share": self.options.share}
 
-    def restore(self, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> None:
+    def restore(
+        self,
+        arrays: Mapping[str, NDArray[Any]],
+        facts: Mapping[str, Any],
+        vocab_size: int = TOKEN_MASK,
+    ) -> None:
         """Replace what was learned with a snapshot, whose live requests are not live here.
 
         Raises
         ------
         ValueError
-            The snapshot's arrays have other shapes or dtypes, or with share "all" it holds answers
-            of all namespaces, which this proposer keeps apart; nothing has changed.
+            The snapshot's arrays have other shapes or dtypes, it holds tokens from `vocab_size` on,
+            or with share "all" answers of all namespaces, which this proposer keeps apart; nothing
+            has changed.
         """
         current, current_facts = self.snapshot()
         if facts.get("suffixes") != current_facts["suffixes"]:
@@ -357,6 +363,10 @@ class NGramTrieProposer(Proposer):
                     f"its {name} are {None if given is None else (given.dtype, given.shape)}, "
                     f"where {(array.dtype, array.shape)} is needed"
                 )
+        if (token := int((arrays["edges"][:, USE] & TOKEN_MASK).max(initial=0))) >= vocab_size:
+            raise ValueError(
+                f"it knows the token {token}, and the model only those below {vocab_size}"
+            )
         for name, array in current.items():
             array[:] = arrays[name]
         self.rate.weights.clip(-MAX_WEIGHT, MAX_WEIGHT, out=self.rate.weights)  # of older releases

@@ -27,7 +27,8 @@ def open_cache(
         path = path.with_name(f"{path.name}.dp{rank}")
     tokenizer = fingerprint_of(vllm_config.model_config)
     trie = cast("NGramTrieProposer", proposer)  # the options were checked
-    return CacheKeeper(trie, path, SAVE_SECONDS, tokenizer)
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    return CacheKeeper(trie, path, SAVE_SECONDS, tokenizer, vocab_size)
 
 
 def fingerprint_of(model_config: ModelConfig) -> str:

@@ -16,7 +16,6 @@ from lookahead_vllm.draft.fleet.exchange import Exchange
 from lookahead_vllm.draft.growth.growers import MAX_THREADS
 from lookahead_vllm.draft.proposers.proposer import NoProposer, Proposer
 from lookahead_vllm.draft.proposers.registry import make_proposer
-from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine import config
 from lookahead_vllm.engine.attention.branching import Branching
 from lookahead_vllm.engine.drafter.cache import open_cache
@@ -97,8 +96,8 @@ class LookaheadDrafter:
         self._exchange: Exchange | None = None
         self.recorder = StepRecorder()
         self.max_model_len = vllm_config.model_config.max_model_len
-        self.vocab_size = vllm_config.model_config.get_vocab_size()
-        row_bytes = self.vocab_size * vllm_config.model_config.dtype.itemsize
+        model = vllm_config.model_config
+        row_bytes = model.get_vocab_size() * model.dtype.itemsize
         most = self.options.decoding_length
         self.max_step_nodes = min(
             max(MAX_LOGITS_BYTES // row_bytes, most),
@@ -174,18 +173,3 @@ class LookaheadDrafter:
             self._exchange.close()
         if self._cache is not None:
             self._cache.close()
-
-    def within_vocabulary(self, forest: DraftForest) -> DraftForest:
-        """The forest; an empty one, which is logged once, if the model lacks a node's token.
-
-        A cache file may come from a model with the same tokenizer and more tokens.
-        """
-        if not forest.num_nodes or forest.tokens.max() < self.vocab_size:
-            return forest
-        logger.error_once(
-            "Lookahead: proposer '%s' knows tokens outside of the model's vocabulary of %d. Steps "
-            "that would draft them have no drafts. Is its cache file from another model?",
-            self.options.proposer,
-            self.vocab_size,
-        )
-        return forest.at_most(0)

@@ -309,8 +309,7 @@ class LateDrafts:
                 forest, num_tokens = proposer.draft(
                     arrays, emitted, spans, wanted, drafter.max_model_len
                 )
-                forest = drafter.within_vocabulary(forest).at_most(most)
-                drafts = Drafts(plan.req_ids, forest, num_tokens, pays=proposer.pays)
+                drafts = Drafts(plan.req_ids, forest.at_most(most), num_tokens, pays=proposer.pays)
             self._drafted = plan
         if step is not None:
             self._end(step)

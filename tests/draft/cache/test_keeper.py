@@ -18,6 +18,7 @@ from lookahead_vllm.options.server import LookaheadOptions
 
 ROOT = Path(__file__).parents[3]
 TOKENIZER = cache_file.fingerprint({"a": 0})
+VOCAB = 600
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def teach(proposer, first=100):
 
 
 def keep(proposer, path, interval=0, tokenizer=TOKENIZER):
-    return CacheKeeper(proposer, path, interval, tokenizer)
+    return CacheKeeper(proposer, path, interval, tokenizer, VOCAB)
 
 
 def num_answers(proposer):
@@ -142,7 +143,14 @@ def changed(change):
     return save
 
 
+def foreign_token(path):
+    proposer = new_proposer()
+    teach(proposer, VOCAB - 49)
+    cache_file.save(path, *proposer.snapshot(), TOKENIZER)
+
+
 REFUSED = {
+    f"it knows the token {VOCAB}, and the model only those below": foreign_token,
     "with another tokenizer": lambda path: cache_file.save(path, *new_proposer().snapshot(), "b"),
     "made for max_nodes=8192, and this server has max_nodes=4096": lambda path: cache_file.save(
         path, *new_proposer(8192).snapshot(), TOKENIZER

@@ -96,7 +96,6 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again):
         proposer=proposer,
         options=LookaheadOptions(),
         max_model_len=100,
-        within_vocabulary=lambda forest: forest,
         is_drafting_rank=True,
     )
     late = LateDrafts(drafter, GrammarCopies(None))  # type: ignore[arg-type]
