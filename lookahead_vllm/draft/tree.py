@@ -138,6 +138,15 @@ class DraftForest(Sequence[DraftTree]):
             firsts,
         )
 
+    @classmethod
+    def of_chains(cls, lengths: Int64s, source: int) -> DraftForest:
+        """Chains of `lengths` nodes, int64 [t], whose tokens are UNKNOWN."""
+        firsts = np.append(0, np.cumsum(lengths))
+        places = (np.arange(firsts[-1]) - np.repeat(firsts[:-1], lengths)).astype(np.int32)
+        n = len(places)
+        tokens, probs = np.full(n, UNKNOWN, np.int32), np.zeros(n, np.float32)
+        return cls(tokens, places - 1, probs, places + 1, np.full(n, source, np.uint8), firsts)
+
     def __len__(self) -> int:
         return len(self.firsts) - 1
 
@@ -224,24 +233,6 @@ class DraftForest(Sequence[DraftTree]):
     def with_empty(self, count: int) -> DraftForest:
         """Append `count` empty trees."""
         return replace(self, firsts=np.append(self.firsts, np.full(count, self.num_nodes)))
-
-    def after_chains(self, lengths: Int64s) -> DraftForest:
-        """Put a chain of `lengths` nodes, int64 [t], between each root and the rest of its tree.
-
-        Their tokens are 0.
-        """
-        sizes = self.sizes + lengths
-        firsts = np.append(0, np.cumsum(sizes))
-        places = np.arange(firsts[-1]) - np.repeat(firsts[:-1], sizes)
-        parents, depths = (places - 1).astype(np.int32), (places + 1).astype(np.int32)
-        tokens, probs, sources = (
-            np.zeros(len(places), old.dtype) for old in (self.tokens, self.probs, self.sources)
-        )
-        shifts = lengths[self.owners]
-        nodes = firsts[self.owners] + shifts + self.places
-        parents[nodes], depths[nodes] = self.parents + shifts, self.depths + shifts
-        tokens[nodes], probs[nodes], sources[nodes] = self.tokens, self.probs, self.sources
-        return DraftForest(tokens, parents, probs, depths, sources, firsts)
 
 
 @kernel

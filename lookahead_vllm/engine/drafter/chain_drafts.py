@@ -14,7 +14,7 @@ from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import WantedDrafts
 from lookahead_vllm.draft.proposers.proposer import Proposer
 from lookahead_vllm.draft.sources import DRAFTER
-from lookahead_vllm.draft.tree import UNKNOWN, DraftForest
+from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine.step.drafts import Drafts
 from lookahead_vllm.engine.step.step import Step
 
@@ -80,8 +80,7 @@ class ChainDrafts:
             or self._trie_worth.waits(*seconds)
         ):
             return None
-        forest = DraftForest.of([]).with_empty(len(sizes)).after_chains(sizes)
-        forest.tokens[:], forest.sources[:] = UNKNOWN, DRAFTER
+        forest = DraftForest.of_chains(sizes, DRAFTER)
         not_known = np.zeros(len(sizes), np.int64)
         whole = self.are_whole(proposer)
         return Drafts(req_ids, forest, not_known, pays=True, whole_chain=whole, waited=False)

@@ -58,39 +58,31 @@ class Drafts(NamedTuple):
 
     def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> PlacedTrees:
         """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32
-        [r] rows."""
-        forest, from_proposer, rows, contexts = self._with_nodes(self.rows_in(req_ids))
-        computed = np.zeros(len(req_ids), np.int32)
-        computed[rows] = contexts
-        return PlacedTrees.of_scheduled(forest, from_proposer, rows, num_tokens, computed)
+        [r] rows: those that decode, a root and its nodes."""
+        rows = self.rows_in(req_ids)
+        assert (num_tokens[rows] == 1 + self.forest.sizes).all()
+        return self.placed(rows, np.append(0, np.cumsum(num_tokens)))
 
-    def placed(self, rows: Int64s, starts: Int32s) -> PlacedTrees:
-        """The trees with nodes in a batch of requests that decode.
+    def placed(self, rows: Int64s, starts: Int32s | Int64s) -> PlacedTrees:
+        """The trees with nodes in the order of the batch.
 
         Parameters
         ----------
         rows : int64 [t]
-            The row of the batch of each tree's request, increasing.
-        starts : int32 [r + 1]
+            The row of the batch of each tree's request.
+        starts : int [r + 1]
             The first token of each request, then the number of tokens.
         """
-        forest, from_proposer, rows, contexts = self._with_nodes(rows)
-        before_roots = np.zeros(len(rows), np.int64)
-        return PlacedTrees(
-            forest, rows, starts[rows].astype(np.int64), contexts, from_proposer, before_roots
-        )
-
-    def _with_nodes(self, rows: Int64s) -> tuple[DraftForest, NDArray[np.bool_], Int64s, Int64s]:
-        """The trees with nodes; of each whether it is the proposer's, its row of `rows` int64 [t],
-        and the tokens before its root."""
-        forest, from_proposer, contexts = self.forest, self.from_proposer, self.num_tokens - 1
+        forest, from_proposer = self.forest, self.from_proposer
         if from_proposer is None:
             from_proposer = np.ones(len(forest), np.bool_)
         kept = np.flatnonzero(forest.sizes)
-        if len(kept) < len(forest):
-            forest = forest.take(kept, forest.sizes[kept])
-            rows, from_proposer, contexts = rows[kept], from_proposer[kept], contexts[kept]
-        return forest, from_proposer, rows, contexts
+        kept = kept[np.argsort(rows[kept])]
+        forest, rows = forest.take(kept, forest.sizes[kept]), rows[kept]
+        contexts = self.num_tokens[kept] - 1
+        return PlacedTrees(
+            forest, rows, starts[rows].astype(np.int64), contexts, from_proposer[kept]
+        )
 
     def rows_in(self, req_ids: Sequence[str]) -> Int64s:
         """The row of the batch of each tree's request, int64 [t]."""

@@ -40,9 +40,6 @@ class PlacedTrees:
         Committed tokens before each root, which is the root's position.
     from_proposer : bool [t]
         Whether the tree is the proposer's; False if a grammar or the scheduler changed it.
-    before_roots : int64 [t]
-        Tokens that the step computes before each root: of the prompt, or accepted in the last step
-        by another rank.
     """
 
     forest: DraftForest
@@ -50,35 +47,6 @@ class PlacedTrees:
     starts: Int64s
     contexts: Int64s
     from_proposer: NDArray[np.bool_]
-    before_roots: Int64s
-
-    @classmethod
-    def of_scheduled(
-        cls,
-        forest: DraftForest,
-        from_proposer: NDArray[np.bool_],
-        rows: Int64s,
-        num_scheduled_tokens: NDArray[np.int32],
-        num_computed_tokens: NDArray[np.int32],
-    ) -> PlacedTrees:
-        """Place the scheduled drafts in the batch.
-
-        Parameters
-        ----------
-        rows : int64 [t]
-            The row of the batch of each draft's request.
-        num_scheduled_tokens, num_computed_tokens : int32 [r]
-            By row of the batch: tokens of this step, and tokens before them.
-        """
-        if (rows[1:] < rows[:-1]).any():
-            order = np.argsort(rows)
-            rows, from_proposer = rows[order], from_proposer[order]
-            forest = forest.take(order, forest.sizes[order])
-        before = (num_scheduled_tokens[rows] - forest.sizes - 1).astype(np.int64)
-        ends = np.cumsum(num_scheduled_tokens, dtype=np.int64)
-        starts = ends[rows] - forest.sizes - 1
-        contexts = num_computed_tokens[rows] + before
-        return cls(forest, rows, starts, contexts, from_proposer, before)
 
     @classmethod
     def of_dummies(cls, trees: Sequence[DraftTree], context: int) -> PlacedTrees:
@@ -86,14 +54,7 @@ class PlacedTrees:
         forest = DraftForest.of(trees)
         tree = np.arange(len(forest))
         starts, contexts = forest.firsts[:-1] + tree, np.full(len(forest), context)
-        return cls(
-            forest,
-            tree,
-            starts,
-            contexts,
-            np.zeros(len(forest), np.bool_),
-            np.zeros(len(forest), np.int64),
-        )
+        return cls(forest, tree, starts, contexts, np.zeros(len(forest), np.bool_))
 
     @property
     def branches(self) -> bool:
@@ -101,31 +62,13 @@ class PlacedTrees:
         return bool(self.forest.branching.any())
 
     def trees(self, with_chains: bool = False) -> TreeBatch | None:
-        """What tree attention computes in this step; None if it computes nothing.
-
-        The tokens that the step computes before the root of a branching tree become a chain above
-        it.
-
-        Parameters
-        ----------
-        with_chains
-            Whether it also computes chains, except those after tokens of the prompt.
-        """
-        if not len(self.forest):
+        """What tree attention computes in this step, `with_chains` also chains; None if nothing."""
+        chosen = np.flatnonzero(self.forest.sizes > 0 if with_chains else self.forest.branching)
+        if not len(chosen):
             return None
-        is_chosen = self.forest.branching
-        if with_chains:
-            is_chosen = is_chosen | ((self.forest.sizes > 0) & (self.before_roots == 0))
-        chosen = np.flatnonzero(is_chosen)
-        forest, before = (
-            self.forest.take(chosen, self.forest.sizes[chosen]),
-            self.before_roots[chosen],
-        )
-        if before.any():
-            forest = forest.after_chains(before)
-        starts, contexts = self.starts[chosen] - before, self.contexts[chosen] - before
-        places = np.stack((self.rows[chosen], starts, contexts))
-        return TreeBatch.build(forest, *places) if len(forest) else None
+        forest = self.forest.take(chosen, self.forest.sizes[chosen])
+        places = np.stack((self.rows[chosen], self.starts[chosen], self.contexts[chosen]))
+        return TreeBatch.build(forest, *places)
 
     def collect_choices(
         self,
@@ -203,4 +146,4 @@ class PlacedTrees:
 
 
 _NONE: Int64s = np.empty(0, np.int64)
-NO_DRAFTS = PlacedTrees(DraftForest.of([]), _NONE, _NONE, _NONE, np.empty(0, np.bool_), _NONE)
+NO_DRAFTS = PlacedTrees(DraftForest.of([]), _NONE, _NONE, _NONE, np.empty(0, np.bool_))

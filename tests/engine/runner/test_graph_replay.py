@@ -26,6 +26,7 @@ from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.runner.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.runner.graph_runner import GraphRunner
+from lookahead_vllm.engine.step.drafts import Drafts
 from lookahead_vllm.engine.step.placed_trees import PlacedTrees
 from lookahead_vllm.verify.attention import PagedCall, paged_attention
 from tests.support import recorded_graphs, torch_pages
@@ -224,15 +225,8 @@ class Step:
         self.contexts = rng.integers(0, BLOCK * BLOCKS_EACH - LONGEST, len(drafts)).astype(np.int32)
         self.blocks = 1 + rng.permutation(REQUESTS * BLOCKS_EACH).reshape(REQUESTS, -1)
         self.texts = [rng.integers(0, VOCAB, context + 1) for context in self.contexts]
-        drafted = [row for row, tree in enumerate(drafts) if len(tree)]
-        forest = DraftForest.of([drafts[row] for row in drafted])
-        self.step = PlacedTrees.of_scheduled(
-            forest,
-            np.ones(len(drafted), bool),
-            np.array(drafted, np.int64),
-            self.lengths,
-            self.contexts,
-        )
+        given = Drafts(range(len(drafts)), DraftForest.of(drafts), self.contexts + 1)
+        self.step = given.in_batch(given.req_ids, self.lengths)
 
     @property
     def tokens(self) -> int:
