@@ -49,7 +49,7 @@ from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 from lookahead_vllm.engine.step.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.step.slots import filled, write_lengths, write_tokens
 from lookahead_vllm.engine.step.step import State, Step
-from lookahead_vllm.verify.choices import pack_choices
+from lookahead_vllm.verify.choices import Choices, pack_choices
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
@@ -474,8 +474,11 @@ class LookaheadRunner(DummyRuns):
         step = self.step
         starts = self._shape.split.starts if step.is_prepared_early else batch.cu_num_logits_np
         num_nodes = (np.diff(starts) - 1).astype(np.int64)
-        step.verified = step.trees.collect_choices(
-            packed, num_nodes, batch.req_ids, self._late.drafted_for, wait=False
+        step.verified = step.trees.verified(
+            lambda rows: Choices.at(rows, packed, wait=False),
+            num_nodes,
+            batch.req_ids,
+            self._late.drafted_for,
         )
 
     def sample_tokens(self, grammar_output: Any) -> Any:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lookahead_vllm.draft.jit import Int32s, Int64s
@@ -70,38 +69,6 @@ class PlacedTrees:
         places = np.stack((self.rows[chosen], self.starts[chosen], self.contexts[chosen]))
         return TreeBatch.build(forest, *places)
 
-    def collect_choices(
-        self,
-        packed: torch.Tensor,
-        num_nodes: Int64s,
-        req_ids: Sequence[str],
-        with_roots_of: Collection[str] = (),
-        wait: bool = True,
-    ) -> Verified | None:
-        """The model's likeliest tokens at roots and nodes; None if there is no row to look at.
-
-        `accepted` is False until `mark_accepted`.
-
-        Parameters
-        ----------
-        packed : int32 [2, r + n, k]
-            As `pack_choices` returns it, of a row for each request's root and then for each of its
-            nodes; further rows are not read.
-        num_nodes : int64 [r]
-            Scheduled nodes of each request.
-        req_ids
-            The requests of the batch.
-        with_roots_of
-            Requests whose root is wanted although they have no node.
-        wait
-            Whether to wait for the tokens, as in `Choices.at`.
-        """
-
-        def choose(rows: Int64s) -> Choices:
-            return Choices.at(rows, packed, wait)
-
-        return self.verified(choose, num_nodes, req_ids, with_roots_of)
-
     def verified(
         self,
         choose: Callable[[Int64s], Choices],
@@ -109,7 +76,22 @@ class PlacedTrees:
         req_ids: Sequence[str],
         with_roots_of: Collection[str] = (),
     ) -> Verified | None:
-        """As `collect_choices`; `choose` returns the choices at rows int64 [m] of the logits."""
+        """The model's likeliest tokens at roots and nodes; None if there is no row to look at.
+
+        `accepted` is False until `mark_accepted`.
+
+        Parameters
+        ----------
+        choose
+            Returns the choices at rows int64 [m] of the logits, which have a row for each request's
+            root and then for each of its nodes.
+        num_nodes : int64 [r]
+            Scheduled nodes of each request.
+        req_ids
+            The requests of the batch.
+        with_roots_of
+            Requests whose root is wanted although they have no node.
+        """
         trees = np.flatnonzero(self.from_proposer)
         forest = self.forest
         if len(trees) < len(forest):

@@ -1,5 +1,7 @@
 """The arrays of a step with drafts, without an engine."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.step.drafts import Drafts
 from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees, root_rows
-from lookahead_vllm.verify.choices import pack_choices
+from lookahead_vllm.verify.choices import Choices, pack_choices
 
 CHAIN = DraftTree.chain([5, 6])
 TREE = DraftTree.from_lists([7, 8, 9], [-1, 0, -1])
@@ -45,11 +47,11 @@ def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted():
     assert root_rows(num_nodes).tolist() == [0, 3, 4]
     logits = torch.zeros(8, 16)
     logits[torch.arange(8), torch.arange(8)] = 1.0  # row i chooses token i
-    packed = pack_choices(logits, 1)
-    verified = step.collect_choices(packed, num_nodes, ["x", "y", "z"], {"y"})
+    choose = partial(Choices.at, packed=pack_choices(logits, 1))
+    verified = step.verified(choose, num_nodes, ["x", "y", "z"], {"y"})
     assert verified is not None and verified.request_ids == ["z", "y"]
     assert verified.at_roots.tolist() == [[4], [3]]
     assert verified.at_nodes.tolist() == [[5], [6], [7]]
     step.mark_accepted(verified, np.array([[0, 1], [0, 1]], np.int32))
     assert verified.accepted.tolist() == [True, True, False]
-    assert NO_DRAFTS.collect_choices(packed, np.zeros(3, np.int64), ["x", "y", "z"]) is None
+    assert NO_DRAFTS.verified(choose, np.zeros(3, np.int64), ["x", "y", "z"]) is None
