@@ -35,24 +35,10 @@ class DraftTree:
     probs: NDArray[np.float32]
     """float32 [n]: the proposer's estimate of the probability that the node is accepted, the
     product along its path, in [0, 1]."""
-    depths: Int32s = None  # type: ignore[assignment]  # until __post_init__
-    """int32 [n]: 1 for a child of the root; computed from `parents` if omitted."""
-    sources: NDArray[np.uint8] = None  # type: ignore[assignment]
-    """uint8 [n]: the source of each node, an index into `sources.NAMES`; 0 if omitted."""
-
-    def __post_init__(self) -> None:
-        if self.sources is None:
-            self.sources = np.zeros(len(self.tokens), np.uint8)
-        if self.depths is not None:
-            return
-        depths = np.empty(len(self.parents), dtype=np.int32)
-        for i, parent in enumerate(self.parents.tolist()):
-            if not -1 <= parent < i:
-                raise DraftTreeError(
-                    f"node {i} has parent {parent}; a parent is -1 (the root) or an earlier node"
-                )
-            depths[i] = 1 if parent < 0 else depths[parent] + 1
-        self.depths = depths
+    depths: Int32s
+    """int32 [n]: 1 for a child of the root."""
+    sources: NDArray[np.uint8]
+    """uint8 [n]: the source of each node, an index into `sources.NAMES`."""
 
     @classmethod
     def from_lists(
@@ -62,17 +48,24 @@ class DraftTree:
         probs: Sequence[float] | None = None,
         sources: Sequence[int] | None = None,
     ) -> DraftTree:
-        """Build a tree from plain lists. Without `probs`, every node has probability 1."""
+        """Build a tree from plain lists. Without `probs`, every node has probability 1; without
+        `sources`, source 0."""
         n = len(tokens)
         if any(values is not None and len(values) != n for values in (parents, probs, sources)):
             raise DraftTreeError("tokens, parents, probs and sources differ in length")
+        depths = np.empty(n, np.int32)
+        for i, parent in enumerate(parents):
+            if not -1 <= parent < i:
+                raise DraftTreeError(
+                    f"node {i} has parent {parent}; a parent is -1 (the root) or an earlier node"
+                )
+            depths[i] = 1 if parent < 0 else depths[parent] + 1
         return cls(
             np.asarray(tokens, dtype=np.int32),
             np.asarray(parents, dtype=np.int32),
             np.ones(n, np.float32) if probs is None else np.asarray(probs, dtype=np.float32),
-            sources=np.zeros(n, np.uint8)
-            if sources is None
-            else np.asarray(sources, dtype=np.uint8),
+            depths,
+            np.zeros(n, np.uint8) if sources is None else np.asarray(sources, dtype=np.uint8),
         )
 
     @classmethod
