@@ -124,38 +124,28 @@ class Load(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """The quantities that determine the time of a step."""
+    """The quantities that determine the time of a step without prompts."""
 
-    tokens: int
-    """Tokens in the forward pass, draft tokens included."""
     requests: int
     nodes: int
-    """Draft tokens."""
     context: float
     """The sum of the requests' context lengths, in tokens: what attention reads once a request."""
     causal: float
     """Rows times context length, summed over requests without a tree or with a chain."""
     trees: float
     """Rows times context length, summed over requests with a branching tree."""
-    waits: bool | None = None
-    """Whether the device waited for drafts before the next step, even if that got none; None if
-    every step with nodes has the cost of drafts."""
+    waits: bool = False
+    """Whether the device waited for drafts before the next step, even if that got none."""
 
     @classmethod
     def of_decodes(cls, forest: DraftForest, contexts: Int64s, all_contexts: Int64s) -> StepWork:
         """The work of a step whose r requests all decode; t of them have a tree in `forest`."""
-        nodes, requests = forest.num_nodes, len(all_contexts)
         attended = _attended(forest.parents, forest.firsts, contexts, all_contexts)
-        return cls(requests + nodes, requests, nodes, *attended)
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether the step has the cost of drafts: it has nodes, or the device waited for some."""
-        return self.nodes > 0 if self.waits is None else self.waits
+        return cls(len(all_contexts), forest.num_nodes, *attended)
 
     def without_drafts(self) -> StepWork:
         """The same step, if no request had a draft."""
-        return StepWork(self.tokens - self.nodes, self.requests, 0, self.context, self.context, 0.0)
+        return StepWork(self.requests, 0, self.context, self.context, 0.0)
 
 
 @kernel
@@ -205,10 +195,10 @@ class StepCost:
     """Predicts the time of a step, and learns from the time of every real step.
 
     The prediction is a weighted sum of eight features, times the machine's slowdown. The features
-    are the forward pass by the curve, a constant, 1 if there are drafts or the step waited for
-    some, and requests, nodes, context, causal and trees of StepWork. The slowdown is the mean of
-    the last SPEED_STEPS steps: it follows other programs and clock rates, which change every step
-    alike. The weights are the least-squares fit to the times over the slowdown of about the last
+    are the forward pass by the curve, a constant, 1 if the step waited for drafts, and requests,
+    nodes, context, causal and trees of StepWork. The slowdown is the mean of the last SPEED_STEPS
+    steps: it follows other programs and clock rates, which change every step alike.
+    The weights are the least-squares fit to the times over the slowdown of about the last
     MEMORY_SECONDS, with the measurement at start as a prior: weights that these steps do not
     determine keep their values. What pays depends on the weights alone.
 
@@ -266,8 +256,8 @@ class StepCost:
         self.slowdown = 1.0
         """How many times as long as by the weights the last steps took."""
         self.steps_since_plain = 0
-        """Steps with drafts, or that waited for some, since the last one without. The cost of
-        drafts cannot be learned only from steps with drafts."""
+        """Steps that waited for drafts since the last one that did not. The cost of drafts cannot
+        be learned from such steps alone."""
         self.weights: Floats = self._start.copy()
 
     @property
@@ -284,7 +274,7 @@ class StepCost:
 
         `time` is in seconds, and so must be the curve.
         """
-        self.steps_since_plain = self.steps_since_plain + 1 if work.has_drafts else 0
+        self.steps_since_plain = self.steps_since_plain + 1 if work.waits else 0
         features = self._features(work)
         by_weights = float(self.weights @ features)
         predicted = self.slowdown * by_weights
@@ -306,12 +296,10 @@ class StepCost:
         return predicted
 
     def _features(self, work: StepWork) -> Floats:
-        if work.tokens > work.requests + work.nodes:  # a prompt is in the step
-            curve = self.curve
-        else:
-            curve = self._with_drafts if work.nodes else self._without_drafts
-        forward = curve.between(work.tokens, work.tokens)[0]
-        return np.array([forward, 1.0, work.has_drafts, *work[1:-1]])
+        curve = self._with_drafts if work.nodes else self._without_drafts
+        num_rows = work.requests + work.nodes
+        forward = curve.between(num_rows, num_rows)[0]
+        return np.array([forward, 1.0, work.waits, *work[:-1]])
 
     def prices(self, contexts: Int64s, load: Load, num_nodes: int) -> StepPrices:
         """The time of the step without drafts and prompts, and what up to `num_nodes` nodes add.
@@ -344,7 +332,7 @@ class StepCost:
 
 def compile_cost() -> None:
     """Compile the kernels of this module, so that no request waits for the compiler."""
-    StepCost(CostCurve([1], [1.0])).observe(StepWork(1, 1, 0, 0.0, 0.0, 0.0), 1.0)
+    StepCost(CostCurve([1], [1.0])).observe(StepWork(1, 0, 0.0, 0.0, 0.0), 1.0)
 
 
 @kernel

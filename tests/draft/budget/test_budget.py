@@ -69,7 +69,7 @@ def test_nodes_of_a_step_that_waits_for_its_drafts_do_not_pay_for_the_waiting():
 
 def test_the_time_of_waiting_is_learned_from_steps_without_a_node():
     cost = StepCost(CostCurve([1, 64], [1.0, 1.01]))
-    plain = StepWork(1, 1, 0, 0.0, 0.0, 0.0)
+    plain = StepWork(1, 0, 0.0, 0.0, 0.0)
     for i in range(200):
         waits = i % 8 < 6
         cost.observe(plain._replace(waits=waits), 1.3 if waits else 1.0)
@@ -82,9 +82,9 @@ def test_the_work_of_a_step_counts_attention_to_chains_and_trees_apart():
     chain, tree = DraftTree.from_lists([1, 2], [-1, 0]), DraftTree.from_lists([1, 2, 3], [-1, 0, 0])
     own, everyones = np.array([100, 50]), np.array([100, 20, 50])
     step = StepWork.of_decodes(DraftForest.of([chain, tree]), own, everyones)
-    assert step == StepWork(8, 3, 5, 170, 3 * 100 + 20, 4 * 50)
+    assert step == StepWork(3, 5, 170, 3 * 100 + 20, 4 * 50)
     plain = StepWork.of_decodes(DraftForest.of([]), own[:0], everyones)
-    assert plain == StepWork(3, 3, 0, 170, 170, 0)
+    assert plain == StepWork(3, 0, 170, 170, 0)
 
 
 def test_steps_wait_for_drafts_while_these_make_them_faster():
@@ -121,7 +121,8 @@ def test_no_requests_get_no_nodes():
 
 def work(tokens, requests=1, context=100):
     total = float(requests * context)
-    return StepWork(tokens, requests, tokens - requests, total, float(tokens * context), 0.0)
+    nodes = tokens - requests
+    return StepWork(requests, nodes, total, float(tokens * context), 0.0, waits=nodes > 0)
 
 
 def test_the_measurement_at_start_is_predicted_before_any_real_step():
@@ -134,7 +135,7 @@ def test_real_steps_correct_the_prediction_within_seconds():
     rng = np.random.default_rng(0)
 
     def slow(step):  # twice the measured time plus 5
-        return 2 * (float(CPU(step.tokens)) + 1e-3 * step.causal) + 5
+        return 2 * (float(CPU(step.requests + step.nodes)) + 1e-3 * step.causal) + 5
 
     elapsed = 0.0
     while elapsed < 5000:  # five seconds
@@ -151,7 +152,7 @@ def test_the_cost_of_having_drafts_is_separated_from_the_cost_of_each_node():
     rng = np.random.default_rng(0)
     for _ in range(300):
         step = work(int(rng.choice([1, 1, 3, 9, 17])), context=300)
-        time = float(CPU(step.tokens)) + 1e-3 * step.causal + 4 * (step.nodes > 0)
+        time = float(CPU(step.requests + step.nodes)) + 1e-3 * step.causal + 4 * (step.nodes > 0)
         cost.observe(step, time * rng.normal(1, 0.02))
     for tokens in (1, 2, 5, 33):
         step = work(tokens)

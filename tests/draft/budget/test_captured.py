@@ -28,8 +28,8 @@ def kept(rows, cost, load=Load()):  # noqa: B008
     return allot(forest, np.zeros(len(forest), np.int64), cost, load)
 
 
-def work(requests, nodes, prefill=0):
-    return StepWork(requests + nodes + prefill, requests, nodes, 0.0, 0.0, 0.0)
+def work(requests, nodes):
+    return StepWork(requests, nodes, 0.0, 0.0, 0.0, waits=nodes > 0)
 
 
 def test_a_pass_costs_what_the_smallest_graph_costs_that_holds_it():
@@ -60,12 +60,10 @@ def test_noise_never_makes_a_larger_graph_cheaper():
         (work(17, 0), 13.48),
         (work(1, 1), 8.5),
         (work(3, 6), 9.1),
-        (work(17, 0, prefill=3), 13.57),
-        (work(3, 6, prefill=3), 13.33),
         (work(32, 33), 14.92),
     ],
 )
-def test_the_graph_depends_on_drafts_and_prompts(step, time):
+def test_the_graph_depends_on_drafts(step, time):
     assert StepCost(OUTSIDE, captured=GPU).predict(step) == pytest.approx(time)
 
 
@@ -139,15 +137,9 @@ def test_no_other_prefixes_emit_more_per_unit_of_time(
 
     def rate(sizes):
         emitted = len(rows) + sum(sum(r[:n]) for r, n in zip(rows, sizes, strict=True))
-        rows_of = [1 + n for n in sizes]
-        step = StepWork(
-            sum(rows_of),
-            len(rows),
-            sum(sizes),
-            float(contexts.sum()),
-            float(contexts @ rows_of),
-            0.0,
-        )
+        causal = float(contexts @ [1 + n for n in sizes])
+        waits = sum(sizes) > 0
+        step = StepWork(len(rows), sum(sizes), float(contexts.sum()), causal, 0.0, waits)
         return emitted / cost.predict(step)
 
     best = max(rate(sizes) for sizes in product(*(range(len(r) + 1) for r in rows)))

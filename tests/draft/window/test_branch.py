@@ -92,7 +92,7 @@ def test_a_plain_step_that_is_due_has_no_comb():
     for _ in range(40):
         (tree,) = draft_trees(proposer, [DraftLimits("r", 32, 32, True, 100)])
         sizes.append(len(tree))
-        proposer.cost.observe(StepWork(1 + len(tree), 1, len(tree), 100.0, 100.0, 0.0), 20.5)
+        proposer.cost.observe(StepWork(1, len(tree), 100.0, 100.0, 0.0, len(tree) > 0), 20.5)
     assert sizes.count(0) == 2 and sizes[SKIP_AFTER_STEPS] == 0
 
 

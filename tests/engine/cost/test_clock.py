@@ -84,7 +84,7 @@ def test_waiting_for_requests_is_no_step(llama, monkeypatch):
 
 def test_a_pause_counts_as_one_slow_step():
     """`pause_generation` keeps requests, and a caller may stop between two steps."""
-    cost, work = StepCost(CostCurve([1, 64], [0.01, 0.02])), StepWork(4, 1, 3, 100, 400, 0)
+    cost, work = StepCost(CostCurve([1, 64], [0.01, 0.02])), StepWork(1, 3, 100, 400, 0, waits=True)
     for _ in range(50):
         cost.observe(work, 0.011)
     before = cost.predict(work)
@@ -101,7 +101,7 @@ def test_a_stalled_step_is_not_reported_and_a_slow_machine_is():
         recorder=StepRecorder(),
         proposer=SimpleNamespace(cost=StepCost(CostCurve([1, 64], [0.01, 0.02]))),
     )
-    work = StepWork(4, 1, 3, 100, 400, 0)
+    work = StepWork(1, 3, 100, 400, 0, waits=True)
 
     def reported(seconds: float) -> int:
         LookaheadDrafter.observe_step(stub, work, seconds)

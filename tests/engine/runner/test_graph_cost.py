@@ -82,7 +82,7 @@ def test_graphs_are_timed_at_captured_sizes(monkeypatch):
     assert with_drafts.times == pytest.approx([0.007 + 1e-4 * size for size in DRAFT_SIZES])
     # A step costs what its padded size costs.
     for tokens, nodes, expected in ((5, 0, 0.0068), (9, 4, 0.0086), (60, 50, 0.016)):
-        work = StepWork(tokens, tokens - nodes, nodes, context=0.0, causal=0.0, trees=0.0)
+        work = StepWork(tokens - nodes, nodes, context=0.0, causal=0.0, trees=0.0, waits=nodes > 0)
         assert cost.predict(work) == pytest.approx(expected)
 
 

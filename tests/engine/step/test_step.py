@@ -67,4 +67,4 @@ def test_a_step_that_reads_a_prompt_has_no_known_work(rows, has_prefill, is_know
     step = Step(SchedulerOutput.make_empty())
     step.batch = SimpleNamespace(num_reqs=1, num_tokens=rows, has_prefill=has_prefill)
     runner._measure(step)
-    assert step.work == (StepWork(1, 1, 0, 50, 50, 0) if is_known else None)
+    assert step.work == (StepWork(1, 0, 50, 50, 0) if is_known else None)
