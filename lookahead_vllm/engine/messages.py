@@ -23,7 +23,7 @@ class LateReport(NamedTuple):
     """The number of nodes that were sent, by request id."""
     pays: bool
     """Whether drafts are worth their cost now, so that the scheduler should reserve slots."""
-    numbers: StepReport | None = None
+    numbers: StepReport | None
     """For the metrics."""
 
 

@@ -134,7 +134,7 @@ class LateSteps:
             tokens.append([5] * (1 + accepted) if req_id in emit else [])
         req_ids = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(req_ids, {i: n for n, i in enumerate(req_ids)}, tokens)
-        messages.attach(result, messages.LateReport(sizes if self.pays else {}, self.pays))
+        messages.attach(result, messages.LateReport(sizes if self.pays else {}, self.pays, None))
         self.scheduler.update_from_output(output, result)
         for req_id in set(req_ids) - self.scheduler.requests.keys():
             self.ended.setdefault(req_id, len(self.scheduled) - 1)

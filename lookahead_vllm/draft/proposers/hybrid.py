@@ -94,7 +94,7 @@ class HybridProposer(NGramTrieProposer):
         super().start(request_id, prompt, namespace, references, spellings)
         self._root_hashes = self._texts.request_rows.resized(self._root_hashes)
         self._num_grown = self._texts.request_rows.resized(self._num_grown)
-        self.branch.start(request_id, np.array(prompt, np.int32))
+        self.branch.start(request_id, np.asarray(prompt, np.int32))
 
     def _choice_trees(self, verified: Verified) -> ChoiceTrees:
         """The trees at whose nodes the model made its choices, as `recycle` takes them."""

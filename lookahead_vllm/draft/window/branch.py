@@ -52,10 +52,9 @@ class LookaheadBranch:
 
     def start(self, request_id: str, prompt: Int32s) -> None:
         """A request starts; it has no window if W = 0."""
-        prompt = prompt[prompt != UNKNOWN]
-        if not self._has_window or len(prompt) == 0:
+        if not self._has_window or not len(known := prompt[prompt != UNKNOWN]):
             return
-        self.windows.start(request_id, prompt)
+        self.windows.start(request_id, known)
         self._sent = self.windows.request_rows.resized(self._sent)
         self._stale = self.windows.request_rows.resized(self._stale)
         row = self.windows.request_rows.rows_of([request_id])

@@ -7,7 +7,7 @@ them here once it has the tokens: it learns, grows, and sends what pays.
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 
 import numpy as np
@@ -218,10 +218,9 @@ class LateDrafts:
         is_drafted = (arrays.remaining[rows] > 0) & (arrays.num_repeated[rows] == 0)
         return set(compress(self._drafted.req_ids, is_drafted.tolist()))
 
-    def could_draft(self, scheduled: Iterable[str]) -> bool:
-        """Whether a request of this step could have a draft, judged by the known tokens."""
-        requests, most = self._requests, self._drafter.options.decoding_length
-        rows = np.array([requests[i].row for i in scheduled if i in requests], np.int64)
+    def could_draft(self, step: Step) -> bool:
+        """Whether a request of the last step could have a draft, judged by the known tokens."""
+        rows, most = step.requests, self._drafter.options.decoding_length
         wanted = WantedDrafts(rows, np.full(len(rows), most), np.ones(len(rows), np.bool_))
         return bool(self._limits(wanted)[:, NODES].any())
 

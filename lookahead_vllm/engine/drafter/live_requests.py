@@ -82,7 +82,7 @@ class LiveRequests:
     def is_next_turn(self, new: NewRequestData) -> bool:
         """Whether a live request comes with a longer prompt: it is the next turn of a session."""
         known = self._requests[new.req_id]
-        return known.prompt is None and len(prompt_tokens(new)) > known.num_prompt
+        return known.prompt is None and new.prompt_len > known.num_prompt
 
     def start(self, new: NewRequestData) -> None:
         """Add a new request, or one that returns from a preemption with all its tokens.
@@ -104,7 +104,7 @@ class LiveRequests:
             progress.resume(known.row, num_tokens)
             return
         row, prompt = progress.add(new.req_id, num_tokens), prompt_tokens(new)
-        self._requests[new.req_id] = LiveRequest(row, prompt, len(prompt), params, options)
+        self._requests[new.req_id] = LiveRequest(row, prompt, new.prompt_len, params, options)
         self._unfollowed.add(new.req_id)
         if options is not None and options.enabled:
             self._grammars.start(new)

@@ -497,17 +497,17 @@ class LookaheadRunner(DummyRuns):
             return output
         late = self._late
         if step.has_slots:
-            report = LateReport(step.whole.sizes, step.whole.pays)
+            sizes, pays = step.whole.sizes, step.whole.pays
         else:
-            scheduled = step.scheduled.num_scheduled_tokens
-            report = LateReport({}, late.would_pay(scheduled))
-            if late.could_draft(scheduled):
-                self.drafter.recorder.report.nodes_sent.append(0)
+            sizes, pays = {}, late.would_pay(step.scheduled.num_scheduled_tokens)
         step.output = output
         step.chains = None if self.trained is None else self.trained.chains
         late.add_step(step)
+        recorder = self.drafter.recorder
+        if not step.has_slots and late.could_draft(step):
+            recorder.report.nodes_sent.append(0)
         self._measure(step)
-        report = report._replace(numbers=self.drafter.recorder.take_report())
+        report = LateReport(sizes, pays, recorder.take_report())
         messages.attach(output.model_runner_output, report)
         return output
 

@@ -44,7 +44,7 @@ class WarmUpDrafts:
     def would_pay(self, scheduled: Any) -> bool:
         return False
 
-    def could_draft(self, scheduled: Any) -> bool:
+    def could_draft(self, step: Step) -> bool:
         return False
 
     def contexts(self, step: Step) -> Int64s:
