@@ -56,7 +56,7 @@ class StepRecorder:
     def follow(self, proposer: Any) -> None:
         """Make the proposer's trie, if it has one, part of the reports."""
         self._proposer = proposer
-        self._trie = getattr(proposer, "trie", None)
+        self._trie = proposer.trie if getattr(proposer, "has_trie", False) else None
         self._reported_pruned = 0 if self._trie is None else self._trie.num_pruned
 
     @contextmanager

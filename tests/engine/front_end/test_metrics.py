@@ -215,7 +215,10 @@ def test_the_traffic_of_a_fleet_is_that_since_the_last_report():
 def test_evictions_are_those_since_the_last_report():
     trie = SimpleNamespace(num_pruned=5, num_filled=40)
     recorder = StepRecorder()
-    recorder.follow(SimpleNamespace(trie=trie, num_bytes=640, held_share=lambda: 0.9))
+    proposer = SimpleNamespace(trie=trie, num_bytes=640, held_share=lambda: 0.9)
+    recorder.follow(SimpleNamespace(has_trie=False, **vars(proposer)))
+    assert recorder.take_report().trie_nodes is None
+    recorder.follow(SimpleNamespace(has_trie=True, **vars(proposer)))
     trie.num_pruned = 8
     reports = [recorder.take_report() for _ in range(2)]
     assert [(r.trie_nodes, r.trie_bytes, r.evictions) for r in reports] == [
