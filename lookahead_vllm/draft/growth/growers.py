@@ -11,7 +11,6 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lookahead_vllm.draft import instructions
 from lookahead_vllm.draft.growth.acceptance_rate import RateArrays, new_inputs
@@ -36,6 +35,7 @@ from lookahead_vllm.draft.growth.trees import (
     take_buds,
 )
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
+from lookahead_vllm.draft.tree import ForestFields
 from lookahead_vllm.draft.trie.table import TrieArrays
 
 MAX_THREADS = 3
@@ -85,8 +85,8 @@ def grow_all(
     learned: RateArrays,
     limits: TreeLimits,
     shared: SharedTrees,
-) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
-    """Grow the `trees` int64 [t, 4]; returns the fields of a DraftForest.
+) -> ForestFields:
+    """Grow the `trees` int64 [t, 4].
 
     `lines` are those of `recycling.py`; there may be none. Threads in `help_grow` take some of the
     trees. IndexError if `shared` has no room for them.

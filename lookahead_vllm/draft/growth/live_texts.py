@@ -1,7 +1,5 @@
 """The texts of the live requests, and the spaces that they read and write."""
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from lookahead_vllm.draft.growth.candidates import CHOICES, NUM_SPACES
@@ -87,10 +85,6 @@ class LiveTexts:
         """Whether all texts read and write the model's choices from now on."""
         self._with_choices = with_choices
         self.spaces[:, CHOICES] = self._choices if with_choices else NO_SPACE
-
-    def rows_of(self, request_ids: Iterable[str]) -> Int64s:
-        """The row of each text, int64 [t]; KeyError for an unknown request."""
-        return self.request_rows.rows_of(request_ids)
 
     def spaces_of(self, row: int) -> set[int]:
         """All spaces of a text."""

@@ -99,7 +99,7 @@ class HybridProposer(NGramTrieProposer):
     def _choice_trees(self, verified: Verified) -> ChoiceTrees:
         """The trees at whose nodes the model made its choices, as `recycle` takes them."""
         forest = verified.forest
-        rows = self._texts.rows_of(verified.request_ids)
+        rows = self._texts.request_rows.rows_of(verified.request_ids)
         return ChoiceTrees(
             self._texts.spaces[rows, CHOICES],
             self._root_hashes[rows],
@@ -186,7 +186,7 @@ class HybridProposer(NGramTrieProposer):
         windows, without_comb = None, wanted
         if self._windows is not None:
             windows = self.branch.choose(*self._windows, self._cost)
-            room = self._max_nodes - self.branch.comb_nodes(windows)
+            room = self._max_nodes - self.branch.windows.comb_nodes(windows)
             without_comb = wanted._replace(max_nodes=np.minimum(wanted.max_nodes, room))
         forest, num_tokens = super().draft(progress, emitted, spans, without_comb, max_model_len)
         self._drafted = progress.texts[wanted.rows], forest

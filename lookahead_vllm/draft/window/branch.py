@@ -120,10 +120,6 @@ class LookaheadBranch:
         rate = load.progress(len(contexts)) / prices.base
         return self.worth * int((rows >= 0).sum()) > rate * time
 
-    def comb_nodes(self, rows: Int64s) -> Int64s:
-        """int64 [t]: the most nodes that the combs of these windows take."""
-        return self.windows.comb_nodes(rows)
-
     def join(
         self,
         forest: DraftForest,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.request_rows import RequestRows
 from lookahead_vllm.draft.sources import WINDOW
-from lookahead_vllm.draft.tree import DraftForest, ForestArrays, first_nodes
+from lookahead_vllm.draft.tree import DraftForest, ForestArrays, ForestFields, first_nodes
 from lookahead_vllm.options.window import WindowShape
 
 ROOT, ABSENT = -1, -2  # in `cells`, in addition to node indices
@@ -150,7 +150,7 @@ def _restart(rows: Int64s, windows: WindowArrays) -> None:
 @kernel
 def _append_combs(
     forest: ForestArrays, rows: Int64s, limits: _CombLimits, windows: WindowArrays
-) -> tuple[Int32s, Int32s, NDArray[np.float32], Int32s, NDArray[np.uint8], Int64s]:
+) -> ForestFields:
     forest, limits, windows = ForestArrays(*forest), _CombLimits(*limits), WindowArrays(*windows)
     guesses, cells = windows.tokens, windows.cells
     capacity = len(forest.tokens)

@@ -201,8 +201,7 @@ class GraphRunner(LookaheadRunner):
             self._draft(step)
         num_reqs = step.prepared.num_reqs
         desc = manager.smallest(num_reqs, num_reqs + step.drafts.forest.num_nodes)
-        is_plain = desc.max_query_len is None
-        graph = None if is_plain else self._buffers.get(desc.num_tokens)
+        graph = None if desc.max_query_len is None else self._buffers.get(desc.num_tokens)
         step.graph = desc
         shape.share_out(step, graph and graph.trees)
         if graph is None:
