@@ -175,7 +175,7 @@ class PassPlan:
         """By the name of a pass, what prepares it."""
         for kind, sizes, run in self._kinds:
             for size in sizes:
-                self.runs[name_of(kind, size)] = partial(nullcontext, partial(run, size))
+                self.runs[name_of(kind, size)] = partial(_ready, partial(run, size))
         self.whole_chain: str | None = None
         """The name of a pass of one token in which a trained drafter makes all of its passes."""
         if (length := runner.drafter.options.chain_length) > 1:
@@ -300,6 +300,10 @@ def _seconds(prepare: Prepare) -> float:
         run()
         elapsed = time.perf_counter() - start
     return sum(gather_from_stages(elapsed))
+
+
+def _ready(run: Callable[[], None]) -> AbstractContextManager[Callable[[], None]]:
+    return nullcontext(run)
 
 
 def _about_doubling(sizes: Sequence[int]) -> list[int]:
