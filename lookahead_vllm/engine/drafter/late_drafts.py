@@ -17,7 +17,6 @@ from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.growth.trees import NODES
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.progress import (
-    GONE,
     NO_TEXT,
     NOTHING_EMITTED,
     EmittedTokens,
@@ -108,11 +107,7 @@ class LateDrafts:
             step.requests = step.plan.wanted.rows.copy()  # all decode, in the order of the batch
         else:
             req_ids = step.output.model_runner_output.req_ids
-            rows = [requests[i].row if i in requests else GONE for i in req_ids]
-            step.requests = np.array(rows, np.int64)
-            for req_id in req_ids:
-                if req_id not in requests:
-                    step.drop(req_id, GONE)
+            step.requests = np.array([requests[i].row for i in req_ids], np.int64)
         if self._chains is not None and self._drafted is not None:
             self._note_chains(step, self._chains, self._drafted)
         self._steps.append(step)
