@@ -233,19 +233,6 @@ def test_all_options_are_listed_with_their_defaults():
     assert len(in_readme) == 5 and in_readme.items() <= defaults.items()
 
 
-def test_the_tests_that_are_named_exist():
-    """The table of features names the tests of each."""
-    cells = [
-        line.split("|")[-2]
-        for line in (DOCS / "features.md").read_text().splitlines()
-        if line.startswith("|") and "test_" in line
-    ]
-    names = [name for cell in cells for name in re.findall(r"`([\w/]+\.py)`", cell)]
-    assert len(names) > 10
-    for name in names:
-        assert (ROOT / "tests" / name).is_file(), name
-
-
 def texts_of_sources() -> str:
     """All strings of the package's sources; "{}" where a value is filled in."""
     texts = []
