@@ -154,7 +154,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONPATH": path}
 
 
-def end(process: subprocess.Popen[str], grace_seconds: float = 10.0) -> None:
+def end(process: subprocess.Popen[Any], grace_seconds: float = 10.0) -> None:
     """End a process that leads its session, and all processes of that session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:

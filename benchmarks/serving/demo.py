@@ -14,7 +14,7 @@ from pathlib import Path
 
 from openai import OpenAI
 
-from benchmarks.serving.server import ServerError, free_port, get, serving
+from benchmarks.serving.server import ServerError, free_port, get, say, serving
 from lookahead_vllm.cli.arguments import positive
 
 REPO = Path(__file__).resolve().parents[2]
@@ -55,10 +55,6 @@ class Result:
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
-
-
-def say(text: str = "", end: str = "\n") -> None:
-    print(text, end=end, flush=True)
 
 
 def bold(text: str) -> str:

@@ -13,10 +13,9 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.engines.fresh_engine import cpu_runtime
+from benchmarks.engines.fresh_engine import cpu_runtime, end
 
 STARTUP_SECONDS = 600
-STOP_SECONDS = 10
 # The engine's last message. The server may outlive it while it waits for a worker that hangs.
 ENGINE_DIED = "EngineCore failed to start"
 
@@ -49,7 +48,7 @@ def serving(
     ServerError
         The server ended, its engine died, or it was not ready after ten minutes.
     """
-    _say(f"\n$ {shlex.join(command)}")
+    say(f"\n$ {shlex.join(command)}")
     url = f"http://127.0.0.1:{port}"
     quiet = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("wb") as output:
@@ -89,27 +88,21 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
             raise ServerError(f"the server did not start; {_end_of(log)}")
         with contextlib.suppress(urllib.error.URLError, OSError):
             get(f"{url}/health")
-            _say(f"\r  ready after {elapsed} s{' ' * 40}" if sys.stdout.isatty() else "  ready")
+            say(f"\r  ready after {elapsed} s{' ' * 40}" if sys.stdout.isatty() else "  ready")
             return
         if sys.stdout.isatty():
-            _say(f"\r  starting, {elapsed} s (usually 20 to 80; log: {_shown(log)})", end="")
+            say(f"\r  starting, {elapsed} s (usually 20 to 80; log: {_shown(log)})", end="")
         elif elapsed >= reported + 15:
             reported = elapsed
-            _say(f"  starting, {elapsed} s")
+            say(f"  starting, {elapsed} s")
         time.sleep(0.5)
     raise ServerError(f"the server was not ready after {STARTUP_SECONDS} s; {_end_of(log)}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and its children, such as the engine; after `STOP_SECONDS`, kill them."""
+    """End the server and its children, such as the engine; after ten seconds, kill them."""
     handlers = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    end(process)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -124,5 +117,5 @@ def _shown(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _say(text: str = "", end: str = "\n") -> None:
+def say(text: str = "", end: str = "\n") -> None:
     print(text, end=end, flush=True)

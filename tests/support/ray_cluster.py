@@ -20,7 +20,8 @@ import psutil
 import pytest
 from vllm.platforms.cpu import CpuPlatform
 
-from tests.support.servers import END_SECONDS, free_port
+from benchmarks.serving.server import free_port
+from tests.support.servers import END_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS = 3

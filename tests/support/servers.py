@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import requests
 from vllm.entrypoints.cli import main as cli
 
 from benchmarks.cores import share_out
+from benchmarks.serving.server import free_port
 from tests.support import forks
 
 START_SECONDS = 600
@@ -34,12 +34,6 @@ class Server(NamedTuple):
 
     url: str
     process: subprocess.Popen[bytes]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def cores_of(ranks: int) -> str:

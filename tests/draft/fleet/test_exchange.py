@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.serving.server import free_port
 from lookahead_vllm.draft.fleet import exchange as exchange_module
 from lookahead_vllm.draft.fleet.exchange import Exchange
 from lookahead_vllm.draft.fleet.member import Member
@@ -20,7 +21,6 @@ from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.engine.drafter.fleet import connect
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.redis_server import RedisServer, needs_redis
-from tests.support.servers import free_port
 
 pytestmark = needs_redis
 
