@@ -185,10 +185,8 @@ def figures(
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error, which is 0 for a single value."""
-    return statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5 if len(
-        values
-    ) > 1 else 0.0
+    """The mean of two or more values, and its standard error."""
+    return statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5
 
 
 def decode_steps(generations: Sequence[Generation]) -> int:

@@ -43,6 +43,9 @@ from benchmarks.serving.server import ServerError, free_port, serving
 from lookahead_vllm.cli.arguments import positive
 from lookahead_vllm.machine import cpu_name, versions
 
+LOADS = (0.25, 0.5, 1.0)
+"""Shares of plain vLLM's saturation."""
+
 EPILOG = f"""\
 examples:
   python scripts/bench_serve.py --model .cache/models/SmolLM2-135M-Instruct \\
@@ -69,9 +72,10 @@ how it measures:
   their requests in turn, in alternating order from round to round, so that other load of the
   machine affects them all; the others wait. First, every server answers a closed loop of
   --max-num-seqs clients. Plain vLLM's requests a second in this loop are its saturation, and
-  --loads are shares of it. A run lasts about --seconds: `vllm bench serve` sends requests as
-  a Poisson process, answered greedily up to the end of sequence or --max-tokens. At a rate, all
-  rounds have the same requests at the same times, so that rounds differ only by noise.
+  the rates are 0.25, 0.5 and 1 of it. A run lasts about --seconds: `vllm bench serve` sends
+  requests as a Poisson process, answered greedily up to the end of sequence or --max-tokens. At
+  a rate, all rounds have the same requests at the same times, so that rounds differ only by
+  noise.
   Each run has a `cache_salt` of its own: no server uses KV or n-grams of the same request in an
   earlier run. (Suffix decoding ignores the salt: compare with `suffix` in one round only.)
   On CPU, Intel's OpenMP and tcmalloc are preloaded where they are found. The client runs on the
@@ -86,14 +90,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = engine_parser(__doc__, EPILOG, "none,lookahead")
     add = result.add_argument
-    add("--rates", type=numbers, metavar="A,B", help="requests a second (default: see --loads)")
-    add(
-        "--loads",
-        type=numbers,
-        default=[0.25, 0.5, 1.0],
-        metavar="A,B",
-        help="shares of plain vLLM's saturation (default: 0.25,0.5,1)",
-    )
+    about = "requests a second (default: 0.25, 0.5 and 1 of plain vLLM's saturation)"
+    add("--rates", type=numbers, metavar="A,B", help=about)
     add("--rounds", type=positive, default=5, metavar="N", help="default: 5")
     add("--seconds", type=positive, default=45, metavar="N", help="of a run (default: 45)")
     add("--max-num-seqs", type=positive, default=32, metavar="N", help="of a server (default: 32)")
@@ -184,7 +182,7 @@ class ServingBenchmark:
         rates = self.options.rates
         if not rates:
             saturation = self.closed_loop[BASELINE]["requests_per_s"]
-            rates = [load * saturation for load in self.options.loads]
+            rates = [load * saturation for load in LOADS]
         for rate in rates:
             wanted = max(round(rate * self.options.seconds), 2)
             self.counts[rate] = min(wanted, len(self.prompts))

@@ -42,6 +42,8 @@ ROOT = HERE.parents[2]
 VLLM = "vllm==0.33.0"
 MIB = 1 << 20
 ARCHIVES = 4
+CACHE = Path(tempfile.gettempdir()) / "lookahead-bundle"
+"""Keeps what is fetched."""
 
 LEFT_OUT = (
     # Libraries that text models do not use; vLLM imports each of them if it can.
@@ -81,8 +83,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path(".gpu"), help="emptied first (default: .gpu)")
     add("--architecture", type=int, default=90, help="of the GPU, times ten (default: 90)")
-    cache = Path(tempfile.gettempdir()) / "lookahead-bundle"
-    add("--cache", type=Path, default=cache, metavar="DIR", help="keeps what is fetched")
     add("--python", default="3.12", metavar="3.N", help="that of the machine (default: 3.12)")
     about = "arctic-inference, built for that Python, for vLLM's method `suffix`"
     add("--suffix-wheel", type=Path, metavar="FILE.whl", help=about)
@@ -187,7 +187,7 @@ def lay_over(folder: Path, site: Path) -> None:
 
 def stage(options: argparse.Namespace, bundle: Path) -> None:
     """Everything as it will lie on the machine."""
-    site, cache, python = bundle / "site", options.cache, options.python
+    site, cache, python = bundle / "site", CACHE, options.python
     install(fetch(pins("needed.txt"), cache / "needed", python), site, python)
     unpack_vllm(fetch([VLLM], cache / "vllm", python)[0], site, options.architecture)
     if options.overlay:
