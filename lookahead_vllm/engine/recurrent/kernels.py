@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba import mamba_mixer2
+from vllm.platforms.interface import Platform
 from vllm.v1.attention.backends.mamba_attn import (
     BaseMambaAttentionMetadata,
     BaseMambaAttentionMetadataBuilder,
 )
 
 from lookahead_vllm.engine import patches
-from lookahead_vllm.engine.recurrent.states import PARENTS, count_nodes_in_pages
+from lookahead_vllm.engine.recurrent.states import PARENTS, with_nodes_in_pages
 from lookahead_vllm.verify import recurrence
 from lookahead_vllm.verify.recurrence import Mamba2, StateRows
 
@@ -27,7 +28,7 @@ Metadata = TypeVar("Metadata")
 
 def register() -> None:
     """Patch what both devices use, in a process that serves a model with recurrent layers."""
-    count_nodes_in_pages()
+    patches.patch(Platform, "_align_hybrid_block_size", with_nodes_in_pages)
     patches.patch(mamba_mixer2, "causal_conv1d_update", convolution(trees_of_slots))
     patches.patch(mamba_mixer2, "selective_state_update", _mamba2)
     builder = BaseMambaAttentionMetadataBuilder

@@ -116,16 +116,12 @@ def start(
     )
 
 
-@functools.cache
-def count_nodes_in_pages() -> None:
+def with_nodes_in_pages(original: Callable[..., None]) -> Callable[..., None]:
     """Let vLLM choose blocks that hold a short convolution's window with the nodes of a draft.
 
     Models with such layers report the size of the window without nodes.
     """
-    patches.patch(Platform, "_align_hybrid_block_size", _with_nodes)
 
-
-def _with_nodes(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def align(platform: type[Platform], vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         shape: Callable[..., Any] = MambaStateShapeCalculator.short_conv_state_shape
