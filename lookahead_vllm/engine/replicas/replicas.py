@@ -180,9 +180,7 @@ class AcceptedKV(NamedTuple):
     targets: Int64s
     """int64 [m]: how far after the root's it belongs."""
     senders: Int64s
-    """int64 [m]: a rank that has it, and all nodes before it."""
-    is_missing: NDArray[np.bool_]
-    """bool [m]: whether any rank lacks it."""
+    """int64 [m]: a rank that has it, and all nodes before it; -1 if no rank lacks it."""
 
     @classmethod
     def of(cls, forest: DraftForest, parts: ForestParts, paths: Int32s, rank: int) -> AcceptedKV:
@@ -200,8 +198,7 @@ class AcceptedKV(NamedTuple):
             has,
             1 + np.where(has, places[nodes], depths),
             1 + depths,
-            owners[nodes[last]],
-            ~np.all(contains[:, nodes], axis=0),
+            np.where(np.all(contains[:, nodes], axis=0), -1, owners[nodes[last]]),
         )
 
 

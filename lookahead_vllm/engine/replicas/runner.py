@@ -208,5 +208,5 @@ class ReplicaRunner(LookaheadRunner):
             roots + kv.origins,
             roots + kv.targets,
             kv.has,
-            np.where(kv.is_missing, kv.senders, -1),
+            kv.senders,
         )
