@@ -70,13 +70,11 @@ class RequestOptions:
     `front_end/tool_results.py`; in the worker arrays of token ids, int32 [n]."""
 
 
-_DEFAULT = LookaheadOptions()
-
 # ---- what a client writes ------------------------------------------------------------------------
 
 
 def parse_options(
-    extra_args: Mapping[str, Any] | None, vocab_size: int, server: LookaheadOptions = _DEFAULT
+    extra_args: Mapping[str, Any] | None, vocab_size: int, server: LookaheadOptions
 ) -> RequestOptions:
     """The options in `extra_args`, checked against the server's options.
 

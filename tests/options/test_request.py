@@ -23,7 +23,7 @@ from lookahead_vllm.options.request import (
 )
 from lookahead_vllm.options.server import LookaheadOptions
 
-VOCAB = 128
+VOCAB, SERVER = 128, LookaheadOptions()
 
 
 def ids(*tokens: int) -> bytes:
@@ -54,7 +54,7 @@ def ids(*tokens: int) -> bytes:
     ],
 )
 def test_every_way_to_write_an_option_is_read(extra_args, expected):
-    assert parse_options(extra_args, VOCAB) == expected
+    assert parse_options(extra_args, VOCAB, SERVER) == expected
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_every_way_to_write_an_option_is_read(extra_args, expected):
 )
 def test_a_wrong_request_says_what_to_write(extra_args, parts):
     with pytest.raises(OptionError) as error:
-        parse_options(extra_args, VOCAB)
+        parse_options(extra_args, VOCAB, SERVER)
     for part in parts:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
@@ -156,7 +156,7 @@ def test_an_option_where_vllm_reads_it_is_not(body):
     [["a" * 1024] * 64, ["漢" * 21_845], ["🙂" * 16_384], [[7] * 16_384], [[7] * 16_383, "abcd"]],
 )
 def test_the_largest_reference_is_allowed(largest):
-    options = parse_options({"lookahead_reference": largest}, VOCAB)
+    options = parse_options({"lookahead_reference": largest}, VOCAB, SERVER)
     assert len(options.references) == len(largest)
 
 
@@ -164,7 +164,7 @@ def test_options_that_a_server_does_not_accept_are_ignored():
     extra_args = {"lookahead_reference": "a", "lookahead": {"namespace": ["x"], "enabled": True}}
     server = LookaheadOptions(client_options="no_namespaces")
     assert parse_options(extra_args, VOCAB, server) == RequestOptions(("a",))
-    extra_args = {"lookahead_reference": 7, "lookahead_depth": 3, "lookahead_enabled": False}
+    extra_args = {"lookahead_reference": 7, "lookahead_depth": 3, PREDICTION: "a b"}
     server = LookaheadOptions(client_options="none")
     assert parse_options(extra_args, VOCAB, server) == RequestOptions()
 
@@ -183,7 +183,7 @@ def test_the_worker_receives_the_sent_options():
 def test_checked_options_are_not_checked_again():
     options = RequestOptions((ids(500, 600),), "n")
     extra_args = with_options({"another_plugin": 3, "lookahead_enabled": 7}, options)
-    assert parse_options(extra_args, VOCAB) is options
+    assert parse_options(extra_args, VOCAB, SERVER) is options
     assert extra_args == {"another_plugin": 3, "lookahead": options}
 
 
@@ -202,10 +202,10 @@ def test_logits_processors_see_the_other_arguments(extra_args, others, predictio
     """Where there are none, they see None, as vLLM's server gives them."""
     written = extra_args
     if prediction is not None:
-        written = {**(written or {}), PREDICTION: prediction}
+        written = {**written, PREDICTION: prediction}
     if checked_early:
-        written = with_options(written, parse_options(written, VOCAB))
-    parse_options(written, VOCAB)  # raises nothing
+        written = with_options(written, parse_options(written, VOCAB, SERVER))
+    parse_options(written, VOCAB, SERVER)  # raises nothing
     sent_args = fields_for_worker(written, RequestOptions())
     assert options_in_worker(sent_args)[1] == others
 
@@ -264,7 +264,7 @@ def test_share_overrides_the_triple():
 def test_a_prediction_is_a_reference(content):
     extra_args = {"another_plugin": 3}
     predicted = {**extra_args, PREDICTION: {"type": "content", "content": content}}
-    assert parse_options(predicted, VOCAB) == RequestOptions(("a b",), is_predicted=True)
+    assert parse_options(predicted, VOCAB, SERVER) == RequestOptions(("a b",), is_predicted=True)
     assert extra_args == {"another_plugin": 3}
     sent_args = fields_for_worker(predicted, RequestOptions())
     assert options_in_worker(sent_args) == (RequestOptions(), extra_args)
@@ -280,12 +280,9 @@ WRONG_PREDICTIONS: list[Any] = [
 
 
 @pytest.mark.parametrize("prediction", WRONG_PREDICTIONS)
-def test_a_wrong_prediction_is_refused_unless_all_options_are_ignored(prediction):
+def test_a_wrong_prediction_is_refused(prediction):
     with pytest.raises(OptionError, match=r"it must hold a text; write {\"type\": \"content\""):
-        parse_options({PREDICTION: prediction}, VOCAB)
-    server = LookaheadOptions(client_options="none")
-    extra_args = {"lookahead_reference": "a", PREDICTION: prediction}
-    assert parse_options(extra_args, VOCAB, server) == RequestOptions()
+        parse_options({PREDICTION: prediction}, VOCAB, SERVER)
 
 
 def test_a_prediction_and_a_reference_exclude_each_other():
@@ -293,4 +290,4 @@ def test_a_prediction_and_a_reference_exclude_each_other():
     for written in ({"lookahead_reference": "a"}, {"lookahead": {"reference": "a"}}):
         ((name, _),) = written.items()
         with pytest.raises(OptionError, match=f"{name}.* and prediction were both given"):
-            parse_options({**(written or {}), PREDICTION: prediction}, VOCAB)
+            parse_options({**written, PREDICTION: prediction}, VOCAB, SERVER)

@@ -17,6 +17,7 @@ from lookahead_vllm.engine.front_end.tool_results import (
 from lookahead_vllm.options import request as request_options
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.request import RequestOptions, parse_options, with_options
+from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.driving import drafter_of, engine, generate
 from tests.support.models import save_config
 from tests.support.parser_texts import FUNCTIONS
@@ -182,6 +183,6 @@ def test_a_client_cannot_write_them():
     """JSON has no tuples; the message is that of an option that does not exist."""
     for value in (["a"], "a", None):
         with pytest.raises(OptionError, match="'lookahead_tool_results' was given, but the opt"):
-            parse_options({"lookahead_tool_results": value}, 128)
-    options = parse_options({"lookahead_tool_results": ("a",)}, 128)
+            parse_options({"lookahead_tool_results": value}, 128, LookaheadOptions())
+    options = parse_options({"lookahead_tool_results": ("a",)}, 128, LookaheadOptions())
     assert options == RequestOptions(spellings=("a",))
