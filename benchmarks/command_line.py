@@ -86,7 +86,7 @@ def engine_environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def rank_environment(
-    options: argparse.Namespace, config: SpeculativeConfig | None, tensor_parallel: int = 1
+    options: argparse.Namespace, config: SpeculativeConfig | None, tensor_parallel: int
 ) -> dict[str, str]:
     """Environment variables to add for an engine of several ranks: on a CPU, their cores.
 

@@ -25,7 +25,7 @@ class MethodError(ValueError):
     """The methods given cannot be run; the message says what to write instead."""
 
 
-def choose_methods(names: str, configs: Sequence[str] = ()) -> dict[str, SpeculativeConfig | None]:
+def choose_methods(names: str, configs: Sequence[str]) -> dict[str, SpeculativeConfig | None]:
     """The methods to run, in order.
 
     Parameters

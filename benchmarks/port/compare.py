@@ -96,10 +96,10 @@ def _offered(scope: ast.AST, text: str) -> set[str]:
 # ---- what is imported, called and read -----------------------------------------------------------
 
 
-def _imported(folder: Path = ENGINE) -> set[tuple[str, str]]:
+def _imported() -> set[tuple[str, str]]:
     """(module, name) of all imports from vLLM; ("vllm.x", "") of a whole module."""
     found: set[tuple[str, str]] = set()
-    for path in folder.rglob("*.py"):
+    for path in ENGINE.rglob("*.py"):
         for node in ast.walk(_parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):
                 found.update((node.module or "", alias.name) for alias in node.names)

@@ -16,10 +16,8 @@ class Allotment(NamedTuple):
     min_prob: float
 
 
-def allot(
-    forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load, more: int = 0
-) -> Allotment:
-    """Allot with the prices of the forest's nodes, and of `more` nodes."""
-    prices = cost.prices(contexts, load, forest.num_nodes + more)
+def allot(forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load) -> Allotment:
+    """Allot with the prices of the forest's nodes."""
+    prices = cost.prices(contexts, load, forest.num_nodes)
     fields, rate, min_prob = budget.allot(forest.arrays, load.progress(len(forest)), prices[:])
     return Allotment(DraftForest(*fields), rate, min_prob)

@@ -188,7 +188,7 @@ class Turn(NamedTuple):
     cached: list[int | None]
 
 
-def converse(llm: LLM, params: SamplingParams = GREEDY, count: int = 6) -> list[Turn]:
+def converse(llm: LLM, params: SamplingParams = GREEDY) -> list[Turn]:
     """Three turns of conversations that grow by their answers; in each, one more branches off.
 
     Their prompts end around the end of a block of the KV cache.
@@ -199,7 +199,7 @@ def converse(llm: LLM, params: SamplingParams = GREEDY, count: int = 6) -> list[
     def draw(least: int, most: int) -> list[int]:
         return [rng.randrange(3, 128) for _ in range(rng.randint(least, most))]
 
-    prompts = [draw(max(block - 40, 2), block + 40) for _ in range(count)]
+    prompts = [draw(max(block - 40, 2), block + 40) for _ in range(6)]
     turns = []
     for _ in range(3):
         outputs = llm.generate(

@@ -105,7 +105,7 @@ def kv_movers(
     layers: Mapping[str, Any],
     kv_cache_groups: Sequence[Any],
     attention: TreeAttention,
-    without: Collection[str] = (),
+    without: Collection[str],
 ) -> list[Any]:
     """A mover for each KV cache group; it moves the KV of all layers with a cache of their own.
 

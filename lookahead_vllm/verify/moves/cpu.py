@@ -76,7 +76,7 @@ class KVMover(HostMover):
         The caches have vLLM's layout for `amx` and 2 bytes per element.
     """
 
-    def __init__(self, kv_caches: Sequence[Tensor], block_size: int, packed: bool = False) -> None:
+    def __init__(self, kv_caches: Sequence[Tensor], block_size: int, packed: bool) -> None:
         for cache in kv_caches:
             _, _, size, width = cache.shape
             assert size == block_size and width % 2 == 0, cache.shape

@@ -21,8 +21,8 @@ HIGH_COST = StepCost(CostCurve([1, 256], [20.0, 400.0]))
 PROMPT = np.arange(5, 30, dtype=np.int32)
 
 
-def branch_of(ids, options=OPTIONS):
-    branch = LookaheadBranch(options.window)
+def branch_of(ids):
+    branch = LookaheadBranch(OPTIONS.window)
     for request_id in ids:
         branch.start(request_id, PROMPT)
     return branch

@@ -128,7 +128,7 @@ def unscanned(budgets: torch.Tensor, markers: Any) -> ThinkingBudgets:
     return ThinkingBudgets(budgets, *state, start, end, forced)
 
 
-def random_step(seed: int, chains: bool = False, most: int = 6, num_requests: int = 4) -> Step:
+def random_step(seed: int, chains: bool = False, most: int = 6) -> Step:
     rng = np.random.default_rng(seed)
     prompt_lens = rng.integers(1, 20, NUM_SLOTS)
     texts = Texts(
@@ -153,7 +153,7 @@ def random_step(seed: int, chains: bool = False, most: int = 6, num_requests: in
     )
     budgets = torch.from_numpy(rng.integers(-1, 6, NUM_SLOTS).astype(np.int32))
     thinking = unscanned(budgets, MARKERS[seed % len(MARKERS)])
-    slots = torch.from_numpy(rng.permutation(NUM_SLOTS)[:num_requests])
+    slots = torch.from_numpy(rng.permutation(NUM_SLOTS)[:4])
     empty = (torch.empty(0),) * 2
     bare = Step(empty[0], Histories(*empty, empty[0]), empty[1], slots, texts, penalties, words,
                 thinking)  # fmt: skip
