@@ -71,32 +71,31 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
+        attn_metadata: Any,
         output: torch.Tensor,
         **scales: torch.Tensor | None,
     ) -> torch.Tensor:
-        given = layer, query, key, value, kv_cache, attn_metadata, output
-        if (
-            not isinstance(attn_metadata, TreeAttentionMetadata)
-            or self.attn_type != AttentionType.DECODER
-        ):
-            return super().forward(*given, **scales)
-        if not attn_metadata.all_trees:
-            super().forward(*given)
-        call = TreeCall(
-            query,
-            kv_cache,
-            output,
-            attn_metadata.block_table,
-            attn_metadata.trees,
-            self.scale,
-            self.sliding_window,
-            self.alibi_slopes,
-            self.logits_soft_cap,
-            self.sinks,
-            PACKED[layer.isa],
+        has_trees = (
+            isinstance(attn_metadata, TreeAttentionMetadata)
+            and self.attn_type == AttentionType.DECODER
         )
-        tree_attention(call)
+        if not (has_trees and attn_metadata.all_trees):
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+        if has_trees:
+            call = TreeCall(
+                query,
+                kv_cache,
+                output,
+                attn_metadata.block_table,
+                attn_metadata.trees,
+                self.scale,
+                self.sliding_window,
+                self.alibi_slopes,
+                self.logits_soft_cap,
+                self.sinks,
+                PACKED[layer.isa],
+            )
+            tree_attention(call)
         return output
 
 
