@@ -92,7 +92,7 @@ def compile_verification() -> None:
     StepWork.of_decodes(forest, zeros, zeros)
     tokens = np.zeros(1, np.int32), np.zeros(2, np.int32)
     paths = acceptance.accepted_paths(forest, *tokens)
-    acceptance.emitted_tokens(forest, zeros, paths, *tokens)
+    acceptance.emitted_tokens(forest.firsts, zeros, paths, *tokens)
     acceptance.tally(forest, paths)
     acceptance.paths_of_tokens(forest, np.zeros((1, 2), np.int64), np.ones(1, np.int32))
     pause_unlocked()

@@ -115,23 +115,16 @@ def _tally(
     return verified, accepted, lengths, find_branching(parents, firsts).sum(), moved
 
 
+@kernel
 def emitted_tokens(
-    forest: DraftForest, requests: Int64s, paths: Int32s, at_roots: Int32s, at_nodes: Int32s
+    firsts: Int64s, requests: Int64s, paths: Int32s, at_roots: Int32s, at_nodes: Int32s
 ) -> Int32s:
     """The tokens that each request emits: the choice at its root, then those at accepted nodes.
 
-    They are int32 [r, 1 + longest path], padded with -1. `requests`, int64 [t], is the request of
-    each tree, and `paths` as in `accepted_paths`. `at_roots`, int32 [r], has an entry for every
-    request.
+    They are int32 [r, 1 + longest path], padded with -1. `firsts` is that of a DraftForest,
+    `requests`, int64 [t], the request of each tree, and `paths` as in `accepted_paths`. `at_roots`,
+    int32 [r], has an entry for every request.
     """
-    tokens: Int32s = _emit(forest.firsts, requests, paths, at_roots, at_nodes)
-    return tokens
-
-
-@kernel
-def _emit(
-    firsts: Int64s, requests: Int64s, paths: Int32s, at_roots: Int32s, at_nodes: Int32s
-) -> Int32s:
     tokens = np.full((len(at_roots), 1 + paths.shape[1]), -1, np.int32)
     tokens[:, 0] = at_roots
     for tree in range(len(requests)):

@@ -157,7 +157,7 @@ class ReplicaRunner(LookaheadRunner):
             self._choices,
         )
         paths = accepted_paths(forest, every.at_roots[rows], every.at_nodes)
-        tokens = emitted_tokens(forest, rows, paths, every.at_roots, every.at_nodes)
+        tokens: Int32s = emitted_tokens(forest.firsts, rows, paths, every.at_roots, every.at_nodes)
         self._share_accepted(paths, rows)
         if self.drafter.proposer.num_choices:
             best, gaps = every.choices
