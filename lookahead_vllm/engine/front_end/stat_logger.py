@@ -198,15 +198,10 @@ class EngineMetrics:
 
     def __init__(self, model: str, engine: int) -> None:
         series = functools.partial(_series, (model, str(engine)))
-        self._verified = series(
-            Counter,
-            "nodes_verified",
-            "Draft nodes that went through the model.",
-            source=NAMES,
-        )
-        self._accepted = series(
-            Counter, "nodes_accepted", "Draft nodes that became output.", source=NAMES
-        )
+        about = "Draft nodes that went through the model."
+        self._verified = series(Counter, "nodes_verified", about, by_source=True)
+        about = "Draft nodes that became output."
+        self._accepted = series(Counter, "nodes_accepted", about, by_source=True)
         self._lengths = series(
             Histogram,
             "acceptance_length",
@@ -258,18 +253,18 @@ def _series(
     name: str,
     documentation: str,
     buckets: Sequence[float] | None = None,
-    **label: Sequence[str],
+    by_source: bool = False,
 ) -> Any:
-    """One engine's series of a metric; if the metric has one more label, a dict by its values."""
+    """One engine's series of a metric; `by_source`, a dict by the names of the sources."""
     if name not in _registered:
         options: dict[str, Any] = {}
         if kind is Histogram:
             options["buckets"] = buckets
         elif kind is Gauge:
             options["multiprocess_mode"] = "mostrecent"  # of several API servers, as vLLM does
-        labels = ("model_name", "engine", *label)
+        labels = ("model_name", "engine", *["source"] * by_source)
         _registered[name] = kind(PREFIX + name, documentation, labels, **options)
     metric = _registered[name]
-    for values in label.values():
-        return {value: metric.labels(*engine, value) for value in values}
+    if by_source:
+        return {source: metric.labels(*engine, source) for source in NAMES}
     return metric.labels(*engine)
