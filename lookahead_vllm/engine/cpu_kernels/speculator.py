@@ -43,11 +43,9 @@ def prepare_prefill_inputs(
         draft_starts[request] = start
         draft_seq_lens[request] = seq_lens[request]
     current_step[0] = 0
-    for i in range(n, max_requests + 1):
-        draft_starts[i] = starts[n]
-    for i in range(n, max_requests):
-        draft_seq_lens[i] = 0
-        last_token_indices[i] = 0
+    draft_starts[n : max_requests + 1] = starts[n]
+    draft_seq_lens[n:max_requests] = 0
+    last_token_indices[n:max_requests] = 0
 
 
 @replaces(_AR + "_prepare_decode_inputs_kernel")
@@ -70,8 +68,7 @@ def prepare_decode_inputs(
     n = grid[0] - 1
     for i in range(max_requests + 1):
         starts[i] = min(i, n)
-    for i in range(n, max_requests):
-        seq_lens[i] = 0
+    seq_lens[n:max_requests] = 0
     for request in range(n):
         ids[request] = tokens[request * tokens_stride]
         sample_positions[request] += 1
@@ -154,8 +151,6 @@ def prepare_expanded_inputs(
         out_starts[request] = out
         out_seq_lens[request] = min(seq_lens[request] + 1, max_model_len)
         total = out + end - start + 1
-    for i in range(n, max_requests + 1):
-        out_starts[i] = total
-    for i in range(n, max_requests):
-        out_seq_lens[i] = 0
-        last_token_indices[i] = 0
+    out_starts[n : max_requests + 1] = total
+    out_seq_lens[n:max_requests] = 0
+    last_token_indices[n:max_requests] = 0
