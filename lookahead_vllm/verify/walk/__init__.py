@@ -97,12 +97,11 @@ def empty_walk(num_rows: int, num_requests: int, width: int, device: torch.devic
 
 
 def compile_walk(max_width: int, device: torch.device | str) -> None:
-    """Compile what walks launch, by walks through a tree without nodes, up to `max_width`."""
+    """Compile what walks launch, by walks through a tree without nodes, up to `max_width`.
+
+    There is a kernel for widths up to 16, and for each further power of two.
+    """
     root = torch.zeros(1, dtype=torch.int64, device=device)
     ends = torch.arange(2, dtype=torch.int32, device=device)
-    width = 1
-    while True:
-        walk(root.int(), root, root.int(), ends, root, width)
-        if width >= max_width:
-            break
-        width *= 2
+    for power in range(4, max((max_width - 1).bit_length(), 4) + 1):
+        walk(root.int(), root, root.int(), ends, root, 1 << power)
