@@ -60,7 +60,8 @@ class FixedBatch:
         device: torch.device | str,
         contexts: torch.Tensor | None = None,
     ) -> None:
-        holds_all = contexts is not None
+        self.holds_all = holds_all = contexts is not None
+        """Whether the batch has all requests."""
         entries = min(max_requests, num_tokens if holds_all else num_tokens // _MIN_ROWS)
         max_size = min(max_size, num_tokens)
         words = (max_size + 31) // 32
@@ -132,11 +133,6 @@ class FixedBatch:
     def upload(self) -> None:
         """Copy what was written on the host, asynchronously."""
         self._packed.copy_(self._host, non_blocking=True)
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether the batch has all requests."""
-        return self._room.holds_all
 
 
 @kernel
