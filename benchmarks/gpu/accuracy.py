@@ -61,7 +61,7 @@ def is_wrong(row: dict[str, Any]) -> bool:
     return "raised" in row or ("error" in row and not row["error"] < row["bound"])
 
 
-def check_kernels(results: dict[str, Any], save: Callable[[], None], seconds: float) -> bool:
+def check_kernels(results: dict[str, Any], save: Callable[[], None], seconds: float | None) -> bool:
     """Check all cases in several processes, as compiling takes the time; whether none is wrong.
 
     `results` gets the rows, and `save` is called after each. It ends after so many seconds.
