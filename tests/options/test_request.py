@@ -164,7 +164,8 @@ def test_options_that_a_server_does_not_accept_are_ignored():
     extra_args = {"lookahead_reference": "a", "lookahead": {"namespace": ["x"], "enabled": True}}
     server = LookaheadOptions(client_options="no_namespaces")
     assert parse_options(extra_args, VOCAB, server) == RequestOptions(("a",))
-    extra_args = {"lookahead_reference": 7, "lookahead_depth": 3, PREDICTION: "a b"}
+    extra_args = {"lookahead_reference": 7, "lookahead_depth": 3, "lookahead_enabled": False}
+    extra_args[PREDICTION] = "a b"
     server = LookaheadOptions(client_options="none")
     assert parse_options(extra_args, VOCAB, server) == RequestOptions()
 
@@ -202,7 +203,7 @@ def test_logits_processors_see_the_other_arguments(extra_args, others, predictio
     """Where there are none, they see None, as vLLM's server gives them."""
     written = extra_args
     if prediction is not None:
-        written = {**written, PREDICTION: prediction}
+        written = {**(written or {}), PREDICTION: prediction}
     if checked_early:
         written = with_options(written, parse_options(written, VOCAB, SERVER))
     parse_options(written, VOCAB, SERVER)  # raises nothing
