@@ -102,6 +102,7 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again):
     new: Any = SimpleNamespace(
         req_id="r",
         prompt_token_ids=[1, 2],
+        prompt_len=2,
         prompt_is_token_ids=None,
         mm_features=[],
         prefill_token_ids=[1, 2],

@@ -32,6 +32,7 @@ def new(num_tokens: int, params: SamplingParams) -> Any:
     return SimpleNamespace(
         req_id="r",
         prompt_token_ids=[1] * num_tokens,
+        prompt_len=num_tokens,
         prompt_is_token_ids=None,
         mm_features=[],
         prefill_token_ids=[1] * num_tokens,
