@@ -85,12 +85,16 @@ class LookaheadScheduler(AsyncScheduler):
         self._without_drafts &= self.requests.keys()
         params = request.sampling_params
         options, _ = request_options.options_in_worker(params and params.extra_args)
-        if not options.enabled:
+        if options.enabled:
+            self._without_drafts.discard(request.request_id)
+        else:
             self._without_drafts.add(request.request_id)
         super().add_request(request)
         if request.spec_decode_metrics is not None or options.is_predicted:
             request.spec_decode_metrics = RequestMetrics.new(self.num_spec_tokens)
-        self._continued.start(request)
+        if self.requests.get(request.request_id) is request:
+            self._continued.start(request)
+        # Else it is the next turn of a live session, or its end.
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         is_paused = (
