@@ -11,8 +11,9 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
+from lookahead_vllm.engine.drafter.late_drafts import PROBE_EVERY, LateDrafts
 from lookahead_vllm.engine.grammar import copies as grammar_copies
 from lookahead_vllm.engine.grammar.copies import GrammarCopies
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
@@ -75,6 +76,47 @@ def test_the_cache_is_saved_even_if_the_device_has_failed():
     assert ended == ["drafter", "grammars", "vLLM"]
 
 
+def late_drafts(proposer: TestProposer) -> LateDrafts:
+    drafter: Any = SimpleNamespace(
+        recorder=SimpleNamespace(drafting=lambda: nullcontext()),
+        surviving=lambda task: nullcontext(),
+        proposer=proposer,
+        options=LookaheadOptions(),
+        max_model_len=100,
+        max_step_nodes=100,
+        may_branch=True,
+        reads_reasoning=False,
+        is_drafting_rank=True,
+    )
+    return LateDrafts(drafter, GrammarCopies(None))  # type: ignore[arg-type]
+
+
+def request_of(req_id: str) -> Any:
+    return SimpleNamespace(
+        req_id=req_id,
+        prompt_token_ids=[1, 2],
+        prompt_is_token_ids=None,
+        mm_features=[],
+        prefill_token_ids=[1, 2],
+        sampling_params=SamplingParams(max_tokens=9),
+    )
+
+
+def test_short_prompts_are_no_requests_that_decode_while_no_slots_are_reserved():
+    planned: list[Any] = []
+
+    class Proposer(TestProposer):
+        def plan(self, *args: Any) -> None:
+            planned.append((args[0], args[3]))
+
+    late = late_drafts(Proposer(LookaheadOptions()))
+    for req_id in ("decodes", "reads"):
+        late.start(request_of(req_id))
+    for _ in range(PROBE_EVERY):
+        late.would_pay({"decodes": 1, "reads": 9})
+    assert planned == [(["decodes"], Load(prefill=9, prompts=1, waits=True))]
+
+
 @pytest.mark.parametrize("is_used_again", [False, True])
 def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again):
     """Not even if a new request has its id and its row when they arrive."""
@@ -88,25 +130,7 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again):
         def read(self, request_id: str, tokens: list[int]) -> None:
             learned.append((request_id, tokens))
 
-    proposer = Proposer(LookaheadOptions())
-
-    drafter: Any = SimpleNamespace(
-        recorder=SimpleNamespace(drafting=lambda: nullcontext()),
-        surviving=lambda task: nullcontext(),
-        proposer=proposer,
-        options=LookaheadOptions(),
-        max_model_len=100,
-        is_drafting_rank=True,
-    )
-    late = LateDrafts(drafter, GrammarCopies(None))  # type: ignore[arg-type]
-    new: Any = SimpleNamespace(
-        req_id="r",
-        prompt_token_ids=[1, 2],
-        prompt_is_token_ids=None,
-        mm_features=[],
-        prefill_token_ids=[1, 2],
-        sampling_params=SamplingParams(max_tokens=9),
-    )
+    late, new = late_drafts(Proposer(LookaheadOptions())), request_of("r")
     output: Any = SimpleNamespace(
         model_runner_output=SimpleNamespace(req_ids=["r"]),
         num_sampled_tokens_np=np.array([1]),
