@@ -21,6 +21,19 @@ from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.proposers import TestProposer
 
 
+def _copies(monkeypatch: pytest.MonkeyPatch, manager: type) -> GrammarCopies:
+    """With the request "r", whose grammar a `manager` in place of vLLM's compiles."""
+    monkeypatch.setattr(grammar_copies, "StructuredOutputManager", manager)
+    copies = GrammarCopies(None)  # type: ignore[arg-type]
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    copies.start(
+        SimpleNamespace(  # type: ignore[arg-type]
+            req_id="r", prompt_token_ids=[1], prompt_embeds=None, sampling_params=params
+        )
+    )
+    return copies
+
+
 def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch):
     may_start = threading.Event()
 
@@ -36,14 +49,7 @@ def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch):
         def clear_backend(self) -> None:
             self.initialised.clear()
 
-    monkeypatch.setattr(grammar_copies, "StructuredOutputManager", Manager)
-    copies = grammar_copies.GrammarCopies(None)  # type: ignore[arg-type]
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
-    copies.start(
-        SimpleNamespace(  # type: ignore[arg-type]
-            req_id="r", prompt_token_ids=[1], prompt_embeds=None, sampling_params=params
-        )
-    )
+    copies = _copies(monkeypatch, Manager)
     draft = "r", DraftTree.from_lists([5], [-1]), 4, 4
     assert not len(copies.complete(*draft))
     copies.advance("r", [5])
@@ -51,6 +57,30 @@ def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch):
     copies._compiling.submit(lambda: None).result()
     assert not len(copies.complete(*draft))  # the grammar has not read the first token
     assert copies._manager.initialised == ["r"]  # type: ignore[union-attr]
+    copies.shutdown()
+
+
+@pytest.mark.parametrize("fails_to", ["accept", "walk"])
+def test_a_copy_of_a_grammar_that_fails_costs_only_drafts(monkeypatch, fails_to):
+    class Manager:
+        def __init__(self, config: Any) -> None:
+            self.backend = SimpleNamespace()  # which no walk can begin with
+
+        def grammar_init(self, request: Any) -> None:
+            request.structured_output_request.grammar = object()
+
+        def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
+            if fails_to == "accept":
+                raise RuntimeError("no state")
+            return True
+
+        def clear_backend(self) -> None: ...
+
+    copies = _copies(monkeypatch, Manager)
+    copies._compiling.submit(lambda: None).result()
+    for _ in range(2):
+        copies.advance("r", [5])
+        assert not len(copies.complete("r", DraftTree.from_lists([5], [-1]), 4, 4))
     copies.shutdown()
 
 
