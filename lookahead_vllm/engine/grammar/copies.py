@@ -16,6 +16,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine.grammar.tree_walk import GrammarTreeWalk, accept_tokens_one_by_one
+from lookahead_vllm.machine import use_all_cores
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -27,7 +28,7 @@ class GrammarCopies:
         self._config = vllm_config
         self._manager: StructuredOutputManager | None = None
         # The manager loads a tokenizer, and the first grammar makes a table of the vocabulary.
-        self._compiling = ThreadPoolExecutor(1, "lookahead-grammars")
+        self._compiling = ThreadPoolExecutor(1, "lookahead-grammars", use_all_cores)
         self._requests: dict[str, Request] = {}
         self._unread: dict[str, list[int]] = {}
         """Emitted tokens that a grammar has not read, because it is not compiled yet."""

@@ -1,5 +1,6 @@
 """Late drafts when requests and the device do not behave."""
 
+import os
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from lookahead_vllm import machine
 from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
 from lookahead_vllm.engine.grammar import copies as grammar_copies
@@ -82,6 +84,28 @@ def test_a_copy_of_a_grammar_that_fails_costs_only_drafts(monkeypatch, fails_to)
         copies.advance("r", [5])
         assert not len(copies.complete("r", DraftTree.from_lists([5], [-1]), 4, 4))
     copies.shutdown()
+
+
+def test_grammars_are_compiled_on_all_cores(monkeypatch):
+    """vLLM binds the thread that starts the compiler to one of them."""
+    cores: list[set[int]] = []
+
+    class Manager:
+        def __init__(self, config: Any) -> None:
+            cores.append(os.sched_getaffinity(0))
+
+        def grammar_init(self, request: Any) -> None: ...
+
+        def clear_backend(self) -> None: ...
+
+    os.sched_setaffinity(0, {min(machine.CPUS_AT_START)})
+    try:
+        copies = _copies(monkeypatch, Manager)
+    finally:
+        machine.use_all_cores()
+    copies._compiling.submit(lambda: None).result()
+    copies.shutdown()
+    assert cores == [machine.CPUS_AT_START]
 
 
 def test_the_cache_is_saved_even_if_the_device_has_failed():
