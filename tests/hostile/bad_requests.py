@@ -254,6 +254,13 @@ def around_limits() -> Iterator[Request]:
         name = f"a namespace of {count} characters"
         yield Request(name, "/v1/completions", completion(xargs), expected)
 
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    parts = [{"type": "input_text", "text": f'"{i}'} for i in range(5000)]
+    result = {"type": "function_call_output", "call_id": "1", "output": parts}
+    fields = dict(tools=[{"type": "function", "name": "f"}], truncation="auto")
+    body = responses("{}", input=[call, result], **fields)
+    yield Request("5000 tool results", "/v1/responses", body, "either")
+
 
 def at_the_limit(rng: random.Random) -> Request:
     """A reference of the largest allowed size, and enough output tokens for its insertion."""
