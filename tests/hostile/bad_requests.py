@@ -214,6 +214,8 @@ def every_value() -> Iterator[Request]:
     for name, strange in STRANGE_NAMES.items():
         for path, body_of in ENDPOINTS.items():
             yield Request(name, path, body_of(f'{{"{strange}": 1}}'))
+    nested = '{"extra_body": ' * 2000 + "{}" + "}" * 2000
+    yield Request("nested fields", "/v1/completions", completion(nested), "either")
     for value_name, value in VALUES.items():
         body = predicted(f'{{"type": "content", "content": {value}}}')
         expected = _of_content(value)
