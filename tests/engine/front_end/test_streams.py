@@ -208,7 +208,9 @@ def metrics() -> Counter[str]:
 DETAILS = re.compile(r',"completion_tokens_details":({[^}]*}|null)')
 
 
-@pytest.mark.parametrize("options", [{}, dict(n=2), dict(max_tokens=20)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(n=2), dict(max_tokens=20), dict(stop=["ted"])], ids=str
+)
 def test_usage_says_how_much_of_a_prediction_was_accepted(server, tokenizer, options):
     """Parsed or not, streamed or not; nothing else of the answer changes."""
     body = dict(messages=BODIES[CHAT]["messages"], max_tokens=100) | options
