@@ -118,8 +118,10 @@ class Session:
 
     def spell(self, texts: Sequence[Int32s]) -> None:
         """Insert parts of the prompt in another spelling, but none twice."""
+        known = {one.tokens.tobytes() for one in self.spellings}
         for tokens in texts:
-            if not any(np.array_equal(tokens, one.tokens) for one in self.spellings):
+            if (text := tokens.tobytes()) not in known:
+                known.add(text)
                 self.spellings.append(Spelling(tokens, self.num_prompt, len(tokens)))
 
     def continue_with(self, prompt: Int32s, num_common: int) -> None:

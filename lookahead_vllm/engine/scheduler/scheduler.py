@@ -1,5 +1,6 @@
 """vLLM's scheduler, which reserves slots for drafts that the workers grow late."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -158,6 +159,11 @@ class LookaheadScheduler(AsyncScheduler):
             for req_id in step.num_scheduled_tokens
         }
         outputs = super().update_from_output(step, model_runner_output)
+        for output in itertools.chain.from_iterable(own.outputs for own in outputs.values()):
+            request = self.requests.get(output.request_id)
+            if request and request.sampling_params and request.sampling_params.stop:
+                # The front-end may end it at a stop string, so no output says that it is the last.
+                output.spec_decode_metrics = request.spec_decode_metrics
         for client, own in counted.items():
             outputs.setdefault(client, EngineCoreOutputs()).outputs[:0] = own
         return outputs
