@@ -70,6 +70,7 @@ how it measures:
   --target-guided makes the recorded token (`output_token_ids`) the likeliest at every position: any
   model then gives the recorded answers, and accepts what the model that was recorded would have
   accepted. It works with random weights, too (--engine-arg load_format=dummy). LLMA, section 3.2.
+  Lookahead's proposer "auto" is then "ngram_trie".
   On a CPU, plain vLLM is as users have it, on vLLM's first model runner; lookahead runs Model
   Runner V2. With LOOKAHEAD_VLLM_PLAIN_V2=1 in front of the command, plain vLLM's methods run V2
   too, as far as it has them.

@@ -357,6 +357,7 @@ def prepare(options: argparse.Namespace) -> Benchmark:
         if len(chosen) < turns[size]:
             raise PromptError(f"--turns {turns[size]}: batch size {size} has {len(chosen)} prompts")
     if options.target_guided:
+        methods = {name: without_choices(config) for name, config in methods.items()}
         check_target_guided(options, methods, prompts)
     check_references(options, methods, prompts)
     return Benchmark(options, methods, prompts, turns, args_by_method)
@@ -381,6 +382,14 @@ def prompts_apart(
         size: [chosen[i] for i in sorted(dealt[first : first + count])]
         for size, first, count in zip(limits, firsts, counts, strict=False)
     }
+
+
+def without_choices(config: SpeculativeConfig | None) -> SpeculativeConfig | None:
+    """A method whose proposer "auto" is the trie; where tokens are cheap it would be `hybrid`,
+    which learns from what a model says to its drafts."""
+    if config and config.get("method") == "lookahead" and config.get("proposer") in (None, "auto"):
+        return {**config, "proposer": "ngram_trie"}
+    return config
 
 
 def check_target_guided(

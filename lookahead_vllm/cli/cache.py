@@ -84,15 +84,15 @@ def check_model(model: str) -> None:
     """Raise OptionError if there is no such model; the hub is asked once, while vLLM asks often."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    if Path(model).exists():
-        return
     try:
+        if Path(model).exists():
+            return
         names = ("config.json", "params.json")  # the second one is Mistral's
         cached = any(isinstance(try_to_load_from_cache(model, name), str) for name in names)
         found = cached or HfApi().repo_exists(model)
         reason = "the hub has no such model"
     except Exception as error:  # no name of the hub's, no network
-        found, reason = False, str(error).splitlines()[0]
+        found, reason = False, str(error).partition("\n")[0] or type(error).__name__
     if not found:
         raise OptionError(
             f"--model: {model} is no folder, and no model of the hub was found ({reason}); write a "

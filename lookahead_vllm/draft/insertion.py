@@ -132,12 +132,13 @@ class InsertionQueue:
         return math.inf if self._last_end is None else self.clock() - self._last_end
 
     def insert_arrived(self) -> bool:
-        """Insert a whole text that has arrived, in the other thread; False if there is none.
+        """Insert a part of what has arrived, in the other thread; False if there is none.
 
         Kernels hold the global interpreter lock, so a step that begins waits for one part.
         """
         text = self._next_arrived()
-        while text is not None and text.insert_chunk():
+        if text is not None and text.insert_chunk():
+            self._arrived.appendleft(text)
             sleep(0)  # lets a step begin
         return text is not None
 

@@ -135,6 +135,8 @@ def check_places(body: Any) -> None:
 
 _FIELDS = ("extra_args", "extra_body", "sampling_params", "vllm_xargs")
 """Where options are written; vLLM reads two of them."""
+_MAX_DEPTH = 8
+"""Of fields inside each other; nobody expects an option to be read in deeper ones."""
 
 
 def _places(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str]]:
@@ -142,7 +144,7 @@ def _places(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, s
     for key, value in fields.items():
         if _is_meant_for_us(key):
             yield place, key
-        elif key in _FIELDS and isinstance(value, Mapping):
+        elif key in _FIELDS and isinstance(value, Mapping) and place.count(".") < _MAX_DEPTH:
             yield from _places(value, f"{place}.{key}" if place else key)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -135,8 +136,15 @@ class LookaheadOptions:
         """
         if self.cache_path is None:
             return self
-        path = Path(os.path.expanduser(self.cache_path)).resolve()
-        if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        path = Path(os.path.expanduser(self.cache_path))
+        try:
+            path = path.resolve()
+            with suppress(FileNotFoundError):
+                path.stat()
+            is_wrong = path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)
+        except (OSError, RuntimeError, ValueError):  # such as a name that is too long
+            is_wrong = True
+        if is_wrong:
             raise OptionError(
                 f"cache_path={self.cache_path!r} was given, but no file can be written as "
                 f"{str(path)!r}; write the path of a file in a directory that exists and in which "

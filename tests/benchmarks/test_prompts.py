@@ -43,3 +43,12 @@ def test_proposers_that_learn_from_the_model_are_not_guided_without_its_choices(
     with pytest.raises(SystemExit):
         bench.main(["--model", "m", "--prompts", str(path), "--target-guided", "--config", config])
     assert "h learns from what a mod" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{}, {"proposer": None}, {"proposer": "auto"}])
+def test_a_guided_method_drafts_from_the_trie_unless_it_names_a_proposer(given):
+    guided = bench.without_choices({"method": "lookahead", "budget": 64, **given})
+    assert guided == {"method": "lookahead", "budget": 64, "proposer": "ngram_trie"}
+    named = {"method": "lookahead", "proposer": "jacobi_window"}
+    for config in (named, {"method": "suffix"}, None):
+        assert bench.without_choices(config) == config

@@ -250,25 +250,35 @@ def chat(question: Any, answer: Any, **more: Any) -> dict[str, Any]:
 # ---- the command --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hub", ["answers", "is out of reach"])
-def test_a_misspelt_model_is_told_before_anything_is_loaded(hub, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "has no such model"),
+        (ConnectionError("no route to the hub"), "no route to the hub"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_a_misspelt_model_is_told_before_anything_is_loaded(
+    error, reason, tmp_path, capsys, monkeypatch
+):
     def repo_exists(self: HfApi, name: str) -> bool:
-        if hub == "answers":
+        if error is None:
             return False
-        raise ConnectionError("no route to the hub")
+        raise error
 
     monkeypatch.setattr(HfApi, "repo_exists", repo_exists)
     monkeypatch.setattr(command, "load_renderer", pytest.fail)
     text = tmp_path / "a.txt"
     text.write_text(SENTENCE)
-    for model, reason in {
-        "my/modle": "has no such model" if hub == "answers" else "no route to the hub",
+    for model, why in {
+        "my/modle": reason,
         "./modle": "Repo id must use",
+        "x" * 300: "",
     }.items():
         with pytest.raises(SystemExit):
             main(["build", "--model", model, "--texts", str(text), "--out", str(tmp_path / "c")])
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert f"--model: {model} is no folder" in error and reason in error
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"--model: {model} is no folder" in said and why in said
 
 
 def drafted(cache: Path, tokenizer: Any, output: str, namespace: str = "") -> list[int]:

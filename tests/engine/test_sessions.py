@@ -66,6 +66,31 @@ def test_a_session_goes_on_after_a_stop_inside_a_draft(proposer, sampling, llama
     assert vanilla[0][-1] == stop and len(vanilla[-1]) > 1
 
 
+def test_a_session_that_its_client_ends_keeps_the_stops_of_the_turn_that_runs(llama):
+    """vLLM marks the end by a request with the same id and the session's first parameters."""
+
+    def answer_of(llm: LLM, stop: int) -> list[int]:
+        params = GREEDY.clone()
+        params.stop_token_ids = [stop]
+        core, processor = llm.llm_engine.engine_core, llm.llm_engine.input_processor
+        tasks, answer = core.get_supported_tasks(), list[int]()
+        turn, end = TokensPrompt(prompt_token_ids=TURNS[0]), TokensPrompt(prompt_token_ids=[0])
+        core.add_request(processor.process_inputs("a", turn, params, tasks, resumable=True))
+        while core.engine_core.scheduler.requests:
+            answer += [t for o in core.get_output().outputs for t in o.new_token_ids]
+            if len(answer) == 1:
+                core.add_request(processor.process_inputs("a", end, GREEDY, tasks))
+        return answer
+
+    with engine(llama) as plain:
+        text = generate(plain, TURNS[:1])[0][0]
+        vanilla = answer_of(plain, stop_in(text))
+    record(TURNS[:1], [[text]])
+    with engine(llama, {"proposer": "hidden_path", "budget": 16}) as llm:
+        assert answer_of(llm, stop_in(text)) == vanilla
+    assert vanilla[-1] == stop_in(text) and len(vanilla) < len(text)
+
+
 def test_recurrent_states_are_those_before_a_stop_if_no_step_is_in_flight(tmp_path):
     """Where blocks are larger with lookahead, too."""
     model = save_config("nemotron_h", tmp_path, HYBRIDS)

@@ -214,6 +214,8 @@ def every_value() -> Iterator[Request]:
     for name, strange in STRANGE_NAMES.items():
         for path, body_of in ENDPOINTS.items():
             yield Request(name, path, body_of(f'{{"{strange}": 1}}'))
+    nested = '{"extra_body": ' * 2000 + "{}" + "}" * 2000
+    yield Request("nested fields", "/v1/completions", completion(nested), "either")
     for value_name, value in VALUES.items():
         body = predicted(f'{{"type": "content", "content": {value}}}')
         expected = _of_content(value)
@@ -253,6 +255,13 @@ def around_limits() -> Iterator[Request]:
         xargs = json.dumps({"lookahead_namespace": "\U0001f600" * count})
         name = f"a namespace of {count} characters"
         yield Request(name, "/v1/completions", completion(xargs), expected)
+
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    parts = [{"type": "input_text", "text": f'"{i}'} for i in range(5000)]
+    result = {"type": "function_call_output", "call_id": "1", "output": parts}
+    fields = dict(tools=[{"type": "function", "name": "f"}], truncation="auto")
+    body = responses("{}", input=[call, result], **fields)
+    yield Request("5000 tool results", "/v1/responses", body, "either")
 
 
 def at_the_limit(rng: random.Random) -> Request:

@@ -137,6 +137,14 @@ def test_an_option_where_vllm_ignores_it_is_refused(body, written, read):
         check_places(body)
 
 
+def test_fields_may_be_nested_to_any_depth():
+    """As in plain vLLM, which ignores them."""
+    body: dict[str, Any] = {}
+    for _ in range(2000):
+        body = {"extra_body": body}
+    check_places(body)
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -136,9 +136,12 @@ def test_an_option_without_effect_is_refused(given, option, missing):
     assert message.endswith(f", or leave {option} out") and "secret" not in message
 
 
-@pytest.mark.parametrize("path", [".", "missing/a.cache", "sealed/a.cache"])
+@pytest.mark.parametrize(
+    "path", [".", "missing/a.cache", "sealed/a.cache", "x" * 300, "loop", "a\0b"]
+)
 def test_an_unwritable_cache_path_is_refused_at_start(path, tmp_path, monkeypatch):
     (tmp_path / "sealed").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     access = os.access
     # Root may write everywhere.
     may_write = lambda path, mode: path.name != "sealed" and access(path, mode)  # noqa: E731

@@ -5,6 +5,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -107,7 +108,7 @@ def _outputs(request: Any, script: Script) -> Iterator[EngineCoreOutput]:
             new_logprobs=_logprobs(tokens, params.logprobs),
             finish_reason=reason,
             prefill_stats=prefill,
-            spec_decode_metrics=drafts if reason is not None else None,
+            spec_decode_metrics=deepcopy(drafts) if reason is not None or params.stop else None,
         )
         prefill = None
         if reason is not None:

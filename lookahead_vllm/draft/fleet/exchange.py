@@ -124,6 +124,7 @@ class Exchange:
         while not is_last:
             is_last = self._closing.wait(self._backoff * random.uniform(0.5, 1) or INTERVAL_SECONDS)
             try:
+                self._member.insert_if_idle()
                 self._exchange()
             except Exception as error:  # of the network, the server, or what it sent
                 self._connect_at = 0.0
@@ -133,7 +134,6 @@ class Exchange:
                 self._complain(f"{type(error).__name__}: {error}")
             else:
                 self._backoff = 0.0
-            self._member.insert_if_idle()
         with suppress(Exception):
             self._client.close()
 

@@ -140,7 +140,8 @@ class Member:
             self._digests.pop(self._spaces.pop(oldest, NO_SPACE), None)
 
     def positions(self) -> dict[str, str]:
-        """How far the messages of each namespace were learned. Any thread may call it."""
+        """How far the messages of each namespace were read; the last ones may still wait for their
+        insertion. Any thread may call it."""
         return self.followed.copy()
 
     def take(self) -> dict[str, Pieces]:

@@ -118,8 +118,10 @@ class Session:
 
     def spell(self, texts: Sequence[Int32s]) -> None:
         """Insert parts of the prompt in another spelling, but none twice."""
+        known = {one.tokens.tobytes() for one in self.spellings}
         for tokens in texts:
-            if not any(np.array_equal(tokens, one.tokens) for one in self.spellings):
+            if (text := tokens.tobytes()) not in known:
+                known.add(text)
                 self.spellings.append(Spelling(tokens, self.num_prompt, len(tokens)))
 
     def continue_with(self, prompt: Int32s, num_common: int) -> None:
@@ -223,11 +225,12 @@ class Sessions:
         rng = np.random.default_rng(0)
         drawn = rng.choice(len(sizes), num_samples, p=sizes / sizes.sum())
         num_all = num_held = 0
-        for at, session in enumerate(self._all.values()):
-            places = rng.integers(0, max(1, session.num_prompt), np.count_nonzero(drawn == at))
-            if len(places):
-                counts = count_present(self._trie.arrays, session.space, session.tokens, places)
-                num_all, num_held = num_all + counts[0], num_held + counts[1]
+        sessions = list(self._all.values())
+        for at, count in zip(*np.unique(drawn, return_counts=True), strict=True):
+            session = sessions[at]
+            places = rng.integers(0, session.num_prompt, count)
+            counts = count_present(self._trie.arrays, session.space, session.tokens, places)
+            num_all, num_held = num_all + counts[0], num_held + counts[1]
         return num_all, num_held
 
     def _find(self, digest: str, prompt: Int32s, hashes: list[int]) -> Session | None:

@@ -194,8 +194,10 @@ class LateDrafts:
         self.count(kept=later + 1)
         before = self._steps[0] if len(self._steps) > later else None
         is_planned = self._prepare(plan, before)
-        if before is not None:
+        if before is not None and is_planned:
             self._waiter.wait(before, self._drafter.proposer.stand_by)
+        elif before is not None:
+            self._waiter.wait(before)
         with self._drafter.recorder.drafting():
             drafts = self._draft(plan, before, is_planned, most)
             if self._chains is not None:
@@ -230,7 +232,8 @@ class LateDrafts:
             return False
         self.count(wait=False)
         most = self._drafter.options.decoding_length
-        plan = self._plan(scheduled, dict.fromkeys(scheduled, most))
+        decoding = [req_id for req_id, num_tokens in scheduled.items() if num_tokens == 1]
+        plan = self._plan(scheduled, dict.fromkeys(decoding, most))
         drafts = self._draft(plan, None, self._prepare(plan, None), self._drafter.max_step_nodes)
         self._drafted = None  # they are not sent
         return drafts.pays

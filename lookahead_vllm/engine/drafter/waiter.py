@@ -37,8 +37,10 @@ class Waiter:
             return
         shortest = min(self._durations, default=0.0)
         end = step.launched + SLEEP_SHARE * shortest
-        self._work(end - time.perf_counter())
-        time.sleep(max(end - time.perf_counter(), 0.0))
+        if (left := end - time.perf_counter()) > 0:
+            self._work(left)
+        if (left := end - time.perf_counter()) > 0:
+            time.sleep(left)
         stand_by()
         give_up = time.perf_counter() + POLL_SECONDS
         while not step.has_ended:

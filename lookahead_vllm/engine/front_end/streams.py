@@ -21,10 +21,7 @@ _OF_THE_FIRST = (
     *("new_prompt_logprobs_tensors", "prompt_token_id_logprobs", "prefill_stats", "events"),
     "routed_experts",
 )
-_OF_THE_LAST = (
-    *("finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params"),
-    "spec_decode_metrics",
-)
+_OF_THE_LAST = ("finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params")
 """Fields of an `EngineCoreOutput` that stay with its first and with its last token."""
 
 

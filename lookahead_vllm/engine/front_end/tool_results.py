@@ -5,12 +5,18 @@ numbers, and with quotes and line ends escaped. No n-gram of what it has read ma
 """
 
 import functools
+import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lookahead_vllm.options.request import TOOL_RESULTS
+from lookahead_vllm.options.request import (
+    BYTES_PER_TOKEN,
+    MAX_REFERENCE_TOKENS,
+    MAX_REFERENCES,
+    TOOL_RESULTS,
+)
 
 _LINE_NUMBER = re.compile(r"^ {0,6}\d{1,6}(?:→|\t|: ?|\|)", re.MULTILINE)
 _RAW_ARGUMENT = re.compile(r"<[^\s<>\"'{}]*parameter[= ]|<arg_value>")
@@ -36,9 +42,17 @@ def with_tool_results(original: Callable[..., Any]) -> Callable[..., Any]:
 def new_results(messages: Sequence[Any]) -> tuple[str, ...]:
     """The texts of the tool results after the model's last message, in their order.
 
-    Earlier ones have come with earlier requests of the conversation.
+    Earlier ones have come with earlier requests of the conversation. Of many, the newest are taken,
+    up to the limits of references.
     """
-    texts: list[str] = []
+    texts, left = [], MAX_REFERENCE_TOKENS * BYTES_PER_TOKEN
+    for text in itertools.islice(_from_the_newest(messages), MAX_REFERENCES):
+        texts.append(text[:left])
+        left -= len(texts[-1])
+    return tuple(filter(None, reversed(texts)))
+
+
+def _from_the_newest(messages: Sequence[Any]) -> Iterator[str]:
     for message in reversed(messages):
         get = message.get if isinstance(message, dict) else functools.partial(getattr, message)
         kind = get("role", None) or get("type", None)
@@ -46,10 +60,9 @@ def new_results(messages: Sequence[Any]) -> tuple[str, ...]:
             content = get("content", None) or get("output", None)
             parts = content if isinstance(content, list) else [{"text": content}]
             found = (part.get("text") for part in parts if isinstance(part, dict))
-            texts += [text for text in found if isinstance(text, str)][::-1]
+            yield from reversed([text for text in found if isinstance(text, str)])
         elif kind not in ("user", "system", "developer"):
             break
-    return tuple(reversed(texts))
 
 
 def writes_raw_arguments(tokenizer: Any) -> bool:

@@ -16,6 +16,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
 from lookahead_vllm.engine.grammar.tree_walk import GrammarTreeWalk, accept_tokens_one_by_one
+from lookahead_vllm.machine import use_all_cores
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -27,7 +28,7 @@ class GrammarCopies:
         self._config = vllm_config
         self._manager: StructuredOutputManager | None = None
         # The manager loads a tokenizer, and the first grammar makes a table of the vocabulary.
-        self._compiling = ThreadPoolExecutor(1, "lookahead-grammars")
+        self._compiling = ThreadPoolExecutor(1, "lookahead-grammars", use_all_cores)
         self._requests: dict[str, Request] = {}
         self._unread: dict[str, list[int]] = {}
         """Emitted tokens that a grammar has not read, because it is not compiled yet."""
@@ -54,16 +55,19 @@ class GrammarCopies:
         self._compiling.submit(self._compile, request)
 
     def _compile(self, request: Request) -> None:
-        structured = request.structured_output_request
-        assert structured is not None
         try:
             if self._manager is None:
                 accept_tokens_one_by_one()
                 self._manager = StructuredOutputManager(self._config)
             self._manager.grammar_init(request)
         except Exception as error:  # the scheduler refuses the request, now or soon
-            logger.debug("Lookahead: no copy of the grammar of %s: %s", request.request_id, error)
-            structured.grammar = error
+            self._give_up(request, error)
+
+    def _give_up(self, request: Request, error: Exception) -> None:
+        """Draft nothing more for a request whose copy has failed."""
+        logger.debug("Lookahead: no copy of the grammar of %s: %s", request.request_id, error)
+        assert request.structured_output_request is not None
+        request.structured_output_request.grammar = error
 
     def advance(self, request_id: str, tokens: list[int]) -> None:
         """Advance a grammar by emitted tokens."""
@@ -76,10 +80,12 @@ class GrammarCopies:
         tokens = self._unread.pop(request_id, []) + tokens
         if self._manager is None or structured.grammar is None:
             self._unread[request_id] = tokens
-        elif not isinstance(structured.grammar, Exception) and not self._manager.accept_tokens(
-            request, tokens
-        ):
-            structured.grammar = ValueError(f"the grammar refuses one of {tokens}")
+        elif not isinstance(structured.grammar, Exception):
+            try:
+                if not self._manager.accept_tokens(request, tokens):
+                    raise ValueError(f"the grammar refuses one of {tokens}")
+            except Exception as error:
+                self._give_up(request, error)
 
     def complete(
         self, request_id: str, tree: DraftTree, max_nodes: int, max_depth: int
@@ -95,7 +101,11 @@ class GrammarCopies:
         grammar = None if request_id in self._unread else structured.grammar
         if self._manager is None or grammar is None or isinstance(grammar, Exception):
             return EMPTY_TREE
-        return GrammarTreeWalk(self._manager, request, tree, max_nodes, max_depth).run()
+        try:
+            return GrammarTreeWalk(self._manager, request, tree, max_nodes, max_depth).run()
+        except Exception as error:
+            self._give_up(request, error)
+            return EMPTY_TREE
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""

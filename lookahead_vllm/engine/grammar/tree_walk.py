@@ -91,7 +91,7 @@ class GrammarTreeWalk:
         for node, parent in enumerate(self._parents):
             self._children[parent + 1].append(node)
         self._kept: set[int] = set()
-        self._free_nodes = max(max_nodes - len(tree), 0)
+        self._max_nodes = max_nodes
         self._max_depth = max_depth
         self._mask: Any = manager.backend.allocate_token_bitmask(1 + len(tree))
         self._bits: NDArray[np.int32] = self._mask.numpy()
@@ -108,7 +108,7 @@ class GrammarTreeWalk:
         A node that the grammar forbids, or below one, gets a mask that allows everything: the mask
         before it excludes its token, so it is never accepted.
         """
-        self._free_nodes = 0
+        self._max_nodes = 0
         self._visit(-1, [], self._state_after([])[1], True)
         return self._bits
 
@@ -163,7 +163,9 @@ class GrammarTreeWalk:
 
     def _jump_ahead(self, node: int, path: list[int]) -> None:
         """Append the tokens that the grammar dictates after a leaf, as a chain."""
-        most = min(self._free_nodes, self._max_depth - len(path))
+        # If it begins below the root, all proposed nodes are forbidden.
+        num_kept = 0 if node < 0 else len(self._tokens)
+        most = min(self._max_nodes - num_kept, self._max_depth - len(path))
         if most <= 0:
             return
         tokens = self._dictated_tokens(node, most)[:most]
@@ -183,7 +185,6 @@ class GrammarTreeWalk:
                 self._tokens.append(token)
                 self._probs.append(self._probs[node] if node >= 0 else 1.0)
                 self._sources.append(GRAMMAR)
-                self._free_nodes -= 1
                 node = len(self._tokens) - 1
                 self._fill_mask(node)
         finally:

@@ -50,7 +50,7 @@ class ContinuedRequests:
         """Nodes and accepted nodes of each draft since `take_drafts`."""
 
     def start(self, request: Request) -> None:
-        """Note a new request, or the next turn of a session."""
+        """Note a new request."""
         params, live = request.sampling_params, self._scheduler.requests
         if len(self._stops) > 2 * len(live) + MOST_ENDED:
             self._stops = {i: stops for i, stops in self._stops.items() if i in live}
@@ -134,12 +134,7 @@ class ContinuedRequests:
                 if num_known % block_size < num_new:  # a block is full
                     manager.cache_blocks(request, num_known)
             outputs[request.client_index].append(
-                EngineCoreOutput(
-                    req_id,
-                    tokens,
-                    stop_reason=request.stop_reason,  # of a session's last turn
-                    trace_headers=request.trace_headers,
-                )
+                EngineCoreOutput(req_id, tokens, trace_headers=request.trace_headers)
             )
         if outputs:
             step = replace(step, num_scheduled_tokens=others)

@@ -33,8 +33,10 @@ class DecodeSteps:
         assert config.speculative_config is not None
         self._slots_behind = config.speculative_config.max_num_new_slots_for_drafting
         self._most_tokens = scheduler.scheduler_config.max_num_batched_tokens
+        threshold = scheduler.scheduler_config.long_prefill_token_threshold
         self._is_possible = (
             continued.is_possible
+            and not 0 < threshold <= scheduler.num_spec_tokens  # else vLLM cuts drafts by it
             and scheduler.pp_size == 1
             and not scheduler.observability_config.enable_logging_iteration_details
             # New in 0.33: prompts wait for steps that decode.

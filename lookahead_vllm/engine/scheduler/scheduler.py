@@ -1,5 +1,6 @@
 """vLLM's scheduler, which reserves slots for drafts that the workers grow late."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,12 +86,16 @@ class LookaheadScheduler(AsyncScheduler):
         self._without_drafts &= self.requests.keys()
         params = request.sampling_params
         options, _ = request_options.options_in_worker(params and params.extra_args)
-        if not options.enabled:
+        if options.enabled:
+            self._without_drafts.discard(request.request_id)
+        else:
             self._without_drafts.add(request.request_id)
         super().add_request(request)
         if request.spec_decode_metrics is not None or options.is_predicted:
             request.spec_decode_metrics = RequestMetrics.new(self.num_spec_tokens)
-        self._continued.start(request)
+        if self.requests.get(request.request_id) is request:
+            self._continued.start(request)
+        # Else it is the next turn of a live session, or its end.
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         is_paused = (
@@ -154,6 +159,11 @@ class LookaheadScheduler(AsyncScheduler):
             for req_id in step.num_scheduled_tokens
         }
         outputs = super().update_from_output(step, model_runner_output)
+        for output in itertools.chain.from_iterable(own.outputs for own in outputs.values()):
+            request = self.requests.get(output.request_id)
+            if request and request.sampling_params and request.sampling_params.stop:
+                # The front-end may end it at a stop string, so no output says that it is the last.
+                output.spec_decode_metrics = request.spec_decode_metrics
         for client, own in counted.items():
             outputs.setdefault(client, EngineCoreOutputs()).outputs[:0] = own
         return outputs

@@ -54,7 +54,7 @@ class Drafts(NamedTuple):
         changed = np.zeros(count, np.bool_) if self.from_proposer is None else ~self.from_proposer
         nodes = forest.tokens, forest.parents, forest.depths
         fields = np.concatenate((forest.firsts, self.num_tokens, changed, *nodes)).astype(np.int32)
-        return _received, (list(self.req_ids), fields.tobytes(), self.pays, self.whole_chain)
+        return _received, (list(self.req_ids), fields.tobytes(), *self[-3:])
 
     def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> PlacedTrees:
         """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32
@@ -98,7 +98,7 @@ class Drafts(NamedTuple):
         return {req_id: size for req_id, size in sizes if size}
 
 
-def _received(req_ids: list[str], fields: bytes, pays: bool, whole_chain: bool) -> Drafts:
+def _received(req_ids: list[str], fields: bytes, *flags: bool) -> Drafts:
     t = len(req_ids)
     values = np.frombuffer(bytearray(fields), np.int32)  # an array that can be written to
     firsts, num_tokens = (
@@ -109,7 +109,7 @@ def _received(req_ids: list[str], fields: bytes, pays: bool, whole_chain: bool) 
     probs, sources = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.uint8)
     forest = DraftForest(tokens, parents, probs, depths, sources, firsts)
     unchanged = values[2 * t + 1 : 3 * t + 1] == 0
-    return Drafts(req_ids, forest, num_tokens, unchanged, pays, whole_chain)
+    return Drafts(req_ids, forest, num_tokens, unchanged, *flags)
 
 
 NO_TREES = Drafts((), DraftForest.of([]), np.empty(0, np.int64))

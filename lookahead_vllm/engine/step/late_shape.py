@@ -101,7 +101,10 @@ class LateShape:
         memory = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer
         self._memory: Any = memory(size, torch.int32)
         """Of a step with slots, on the host and as the device reads it, also in graphs. It is
-        written again only when the tokens of the step that reads it have arrived."""
+        written again only when the device has read it: then the step's tokens have arrived, or,
+        before drafts that are not waited for, `_was_read`."""
+        self._was_read = None if chains is None else torch.cuda.Event(external=True)
+        """Recorded behind what reads a step's rows, also in graphs."""
         self._with_slots = Split(self._memory.np, most_requests)
         self._without_slots = Split(np.zeros(size, np.int32), most_requests)
         self._copies = buffer_utils.UvaBufferPool(size, torch.int32)
@@ -141,11 +144,13 @@ class LateShape:
         """The rows of a step whose drafts have come, or that has no slots, in the order of the
         batch. Its branching trees are written to `trees`."""
         step.state = State.DRAFTED
-        step.rows = step.drafts.rows_in(step.prepared.req_ids)
         if step.repeats and not step.has_slots:
             return self.split  # that of the step before
+        step.rows = step.drafts.rows_in(step.prepared.req_ids)
         split = self.split = self._with_slots if step.has_slots else self._without_slots
         drafts, entries = step.drafts, step.prepared.idx_mapping_np
+        if self._was_read is not None and not drafts.waited:
+            self._was_read.synchronize()
         if trees is None:
             split.write(drafts.forest, step.rows, entries)
         else:
@@ -158,6 +163,7 @@ class LateShape:
     def place(self, num_filled: int) -> None:
         """Write these rows to vLLM's buffers."""
         self._placer.place(self._packed, self.split.num_requests, num_filled)
+        self._note_read()
 
     def place_in_graph(
         self, graph: BatchExecutionDescriptor, lengths: torch.Tensor, contexts_only: bool
@@ -169,6 +175,11 @@ class LateShape:
         most_requests, num_filled = graph.num_reqs or graph.num_tokens, graph.num_tokens
         packed = self._memory.uva()
         self._placer.place(packed, most_requests, num_filled, lengths, contexts_only)
+        self._note_read()
+
+    def _note_read(self) -> None:
+        if self._was_read is not None:
+            self._was_read.record()
 
     def rows_in_graph(self, graph: BatchExecutionDescriptor) -> tuple[StepRows, torch.Tensor]:
         """The rows that a graph computes, at their addresses, and int64 [n]: 0, 1, ..."""

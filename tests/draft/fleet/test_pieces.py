@@ -13,9 +13,11 @@ from lookahead_vllm.draft.fleet.pieces import (
     messages_of,
     unpack,
 )
+from lookahead_vllm.draft.insertion import CHUNK_TOKENS
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import read
-from lookahead_vllm.draft.trie.suffix import NUM_HASHES
+from lookahead_vllm.draft.trie.namespaces import digest_of
+from lookahead_vllm.draft.trie.suffix import NUM_HASHES, empty_hashes
 from lookahead_vllm.draft.trie.table import TIME_SHIFT, USE, Trie, spaces_of
 from lookahead_vllm.options.server import LookaheadOptions
 
@@ -32,6 +34,16 @@ def ngrams_of(proposer: NGramTrieProposer) -> list[tuple[int, int]]:
     edges = proposer.trie.edges[spaces_of(proposer.trie.edges) > 0]
     edges[:, USE] &= (1 << TIME_SHIFT) - 1
     return sorted(map(tuple, edges.tolist()))
+
+
+def test_texts_of_others_are_inserted_in_parts_until_a_step_begins():
+    proposer = make_proposer()
+    member, queue = Member(proposer), proposer.insertion
+    tokens = np.arange(10 * CHUNK_TOKENS, dtype=np.int32)
+    member.put(digest_of(""), Pieces(empty_hashes()[None], np.array([len(tokens)]), tokens))
+    queue.seconds_since_step = iter([1.0, 1.0, 0.0]).__next__  # type: ignore[method-assign]
+    member.insert_if_idle()
+    assert queue.num_arrived == 8 * CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("steps_between", [1, 4, 1000])

@@ -1,5 +1,6 @@
 """Late drafts when requests and the device do not behave."""
 
+import os
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,14 +12,29 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from lookahead_vllm import machine
+from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.tree import DraftTree
-from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
+from lookahead_vllm.engine.drafter.late_drafts import PROBE_EVERY, LateDrafts
 from lookahead_vllm.engine.grammar import copies as grammar_copies
 from lookahead_vllm.engine.grammar.copies import GrammarCopies
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from lookahead_vllm.engine.step.step import Step
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.proposers import TestProposer
+
+
+def _copies(monkeypatch: pytest.MonkeyPatch, manager: type) -> GrammarCopies:
+    """With the request "r", whose grammar a `manager` in place of vLLM's compiles."""
+    monkeypatch.setattr(grammar_copies, "StructuredOutputManager", manager)
+    copies = GrammarCopies(None)  # type: ignore[arg-type]
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    copies.start(
+        SimpleNamespace(  # type: ignore[arg-type]
+            req_id="r", prompt_token_ids=[1], prompt_embeds=None, sampling_params=params
+        )
+    )
+    return copies
 
 
 def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch):
@@ -36,14 +52,7 @@ def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch):
         def clear_backend(self) -> None:
             self.initialised.clear()
 
-    monkeypatch.setattr(grammar_copies, "StructuredOutputManager", Manager)
-    copies = grammar_copies.GrammarCopies(None)  # type: ignore[arg-type]
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
-    copies.start(
-        SimpleNamespace(  # type: ignore[arg-type]
-            req_id="r", prompt_token_ids=[1], prompt_embeds=None, sampling_params=params
-        )
-    )
+    copies = _copies(monkeypatch, Manager)
     draft = "r", DraftTree.from_lists([5], [-1]), 4, 4
     assert not len(copies.complete(*draft))
     copies.advance("r", [5])
@@ -52,6 +61,52 @@ def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch):
     assert not len(copies.complete(*draft))  # the grammar has not read the first token
     assert copies._manager.initialised == ["r"]  # type: ignore[union-attr]
     copies.shutdown()
+
+
+@pytest.mark.parametrize("fails_to", ["accept", "walk"])
+def test_a_copy_of_a_grammar_that_fails_costs_only_drafts(monkeypatch, fails_to):
+    class Manager:
+        def __init__(self, config: Any) -> None:
+            self.backend = SimpleNamespace()  # which no walk can begin with
+
+        def grammar_init(self, request: Any) -> None:
+            request.structured_output_request.grammar = object()
+
+        def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
+            if fails_to == "accept":
+                raise RuntimeError("no state")
+            return True
+
+        def clear_backend(self) -> None: ...
+
+    copies = _copies(monkeypatch, Manager)
+    copies._compiling.submit(lambda: None).result()
+    for _ in range(2):
+        copies.advance("r", [5])
+        assert not len(copies.complete("r", DraftTree.from_lists([5], [-1]), 4, 4))
+    copies.shutdown()
+
+
+def test_grammars_are_compiled_on_all_cores(monkeypatch):
+    """vLLM binds the thread that starts the compiler to one of them."""
+    cores: list[set[int]] = []
+
+    class Manager:
+        def __init__(self, config: Any) -> None:
+            cores.append(os.sched_getaffinity(0))
+
+        def grammar_init(self, request: Any) -> None: ...
+
+        def clear_backend(self) -> None: ...
+
+    os.sched_setaffinity(0, {min(machine.CPUS_AT_START)})
+    try:
+        copies = _copies(monkeypatch, Manager)
+    finally:
+        machine.use_all_cores()
+    copies._compiling.submit(lambda: None).result()
+    copies.shutdown()
+    assert cores == [machine.CPUS_AT_START]
 
 
 def test_the_cache_is_saved_even_if_the_device_has_failed():
@@ -75,6 +130,48 @@ def test_the_cache_is_saved_even_if_the_device_has_failed():
     assert ended == ["drafter", "grammars", "vLLM"]
 
 
+def late_drafts(proposer: TestProposer) -> LateDrafts:
+    drafter: Any = SimpleNamespace(
+        recorder=SimpleNamespace(drafting=lambda: nullcontext()),
+        surviving=lambda task: nullcontext(),
+        proposer=proposer,
+        options=LookaheadOptions(),
+        max_model_len=100,
+        max_step_nodes=100,
+        may_branch=True,
+        reads_reasoning=False,
+        is_drafting_rank=True,
+    )
+    return LateDrafts(drafter, GrammarCopies(None))  # type: ignore[arg-type]
+
+
+def request_of(req_id: str) -> Any:
+    return SimpleNamespace(
+        req_id=req_id,
+        prompt_token_ids=[1, 2],
+        prompt_len=2,
+        prompt_is_token_ids=None,
+        mm_features=[],
+        prefill_token_ids=[1, 2],
+        sampling_params=SamplingParams(max_tokens=9),
+    )
+
+
+def test_short_prompts_are_no_requests_that_decode_while_no_slots_are_reserved():
+    planned: list[Any] = []
+
+    class Proposer(TestProposer):
+        def plan(self, *args: Any) -> None:
+            planned.append((args[0], args[3]))
+
+    late = late_drafts(Proposer(LookaheadOptions()))
+    for req_id in ("decodes", "reads"):
+        late.start(request_of(req_id))
+    for _ in range(PROBE_EVERY):
+        late.would_pay({"decodes": 1, "reads": 9})
+    assert planned == [(["decodes"], Load(prefill=9, prompts=1, waits=True))]
+
+
 @pytest.mark.parametrize("is_used_again", [False, True])
 def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again):
     """Not even if a new request has its id and its row when they arrive."""
@@ -88,26 +185,7 @@ def test_no_tokens_and_choices_of_an_aborted_request_are_learned(is_used_again):
         def read(self, request_id: str, tokens: list[int]) -> None:
             learned.append((request_id, tokens))
 
-    proposer = Proposer(LookaheadOptions())
-
-    drafter: Any = SimpleNamespace(
-        recorder=SimpleNamespace(drafting=lambda: nullcontext()),
-        surviving=lambda task: nullcontext(),
-        proposer=proposer,
-        options=LookaheadOptions(),
-        max_model_len=100,
-        is_drafting_rank=True,
-    )
-    late = LateDrafts(drafter, GrammarCopies(None))  # type: ignore[arg-type]
-    new: Any = SimpleNamespace(
-        req_id="r",
-        prompt_token_ids=[1, 2],
-        prompt_len=2,
-        prompt_is_token_ids=None,
-        mm_features=[],
-        prefill_token_ids=[1, 2],
-        sampling_params=SamplingParams(max_tokens=9),
-    )
+    late, new = late_drafts(Proposer(LookaheadOptions())), request_of("r")
     output: Any = SimpleNamespace(
         model_runner_output=SimpleNamespace(req_ids=["r"]),
         num_sampled_tokens_np=np.array([1]),

@@ -121,6 +121,10 @@ def test_drafts_are_counted_by_request(llama, level):
         metrics = [output.outputs[0].spec_decode_metrics for output in outputs]
         if level == "none":
             assert [one is not None for one in metrics] == [False, True, False, False]
+            params[1].stop = [outputs[1].outputs[0].text[9:19]]  # which the front-end finds
+            (output,) = llm.generate(prompts[1], params[1], use_tqdm=False)
+            drafts = output.outputs[0].spec_decode_metrics
+            assert 0 < drafts.num_draft_tokens <= metrics[1].num_draft_tokens
             return
         counted = [one.to_dict() for one in metrics]
         counters = drafter_of(llm).counters

@@ -5,6 +5,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -208,15 +209,23 @@ def metrics() -> Counter[str]:
 DETAILS = re.compile(r',"completion_tokens_details":({[^}]*}|null)')
 
 
-@pytest.mark.parametrize("options", [{}, dict(n=2), dict(max_tokens=20)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(n=2), dict(max_tokens=20), dict(stop=["ted"]), dict(stop=["was"])],
+    ids=str,
+)
 def test_usage_says_how_much_of_a_prediction_was_accepted(server, tokenizer, options):
     """Parsed or not, streamed or not; nothing else of the answer changes."""
     body = dict(messages=BODIES[CHAT]["messages"], max_tokens=100) | options
     predicted = body | {"prediction": {"type": "content", "content": "a text"}}
     ids = [*tokenizer.encode("a text that was predicted"), END][: body["max_tokens"]]
     steps, n = bursts(ids, 1), options.get("n", 1)
-    accepted = n * (len(ids) - len(steps))
-    rejected = n * NODES * (len(steps) - 1) - accepted
+    last = len(steps) - 1
+    if options.get("stop") == ["was"]:
+        last = next(i for i, size in enumerate(accumulate(map(len, steps))) if size >= 15)
+        assert last < len(steps) - 1
+    accepted = n * sum(len(step) - 1 for step in steps[: last + 1])
+    rejected = n * NODES * last - accepted
     expected = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
     for tool in (None, "hermes"):
         server.configure(tool=tool)

@@ -61,6 +61,21 @@ def test_new_results_are_those_after_the_last_answer():
     assert new_results(messages[:4]) == new_results(messages[:1]) == new_results([]) == ()
 
 
+def test_the_newest_results_are_taken_up_to_the_limits_of_references():
+    def results(texts: list[str]) -> tuple[str, ...]:
+        parts = [{"type": "text", "text": text} for text in texts]
+        return new_results([{"role": "tool", "content": parts}])
+
+    texts = [f"number {i}" for i in range(5000)]
+    assert results(texts) == tuple(texts[-64:])
+    assert [*map(len, results(["a" * 40_000, "b" * 30_000, "c" * 30_000]))] == [
+        5536,
+        30_000,
+        30_000,
+    ]
+    assert results(["a", "b" * 65_536]) == ("b" * 65_536,)
+
+
 @pytest.mark.parametrize(
     ("template", "is_raw"),
     [

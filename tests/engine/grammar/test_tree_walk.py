@@ -291,6 +291,14 @@ def test_masks_are_allocated_for_the_nodes_that_are_drafted():
     assert 2 + len(tree) == request.rows  # one at first, then all of them
 
 
+def test_what_is_forbidden_leaves_its_room_to_what_is_dictated():
+    request = _Constrained("xgrammar", 'root ::= "the man is in"')
+    chain = _smollm2().encode("a guess without the grammar", add_special_tokens=False)
+    tree = request.walk(chain, max_nodes=len(chain)).run()
+    assert _smollm2().decode(tree.tokens) == "the man is in"
+    _check(request, tree)
+
+
 def test_a_walk_that_fails_leaves_the_grammar_where_it_was(monkeypatch):
     request = _Constrained("xgrammar", 'root ::= "the man is in"')
     chain = _smollm2().encode("the man is", add_special_tokens=False)

@@ -1,5 +1,6 @@
 """A trained drafter of vLLM's and the trie in one tree."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.engine.attention.cpu import CPUTreeAttention
 from lookahead_vllm.engine.cost import measure as step_cost
 from lookahead_vllm.engine.runner.trained_drafter import TrainedDrafter
+from lookahead_vllm.engine.step.late_shape import LateShape
 from tests.support import graph_engine
 from tests.support.drafters import (
     CONFIGS,
@@ -181,6 +183,19 @@ def test_chains_are_verified_before_the_host_knows_them(in_graphs, cost, tmp_pat
         graph_engine.enable(monkeypatch)
     else:  # tree attention on a CPU wants to know where chains are
         monkeypatch.setattr(CPUTreeAttention, "replaces_chains", False)
+    share_out, untouched = LateShape.share_out, list[bool]()
+
+    def guarded(self: LateShape, *args: Any) -> Any:
+        """Notes what the host memory holds when it is waited for the device's read."""
+        rows = self._memory.np.copy()
+
+        def synchronize() -> None:
+            untouched.append(np.array_equal(self._memory.np, rows))
+
+        self._was_read = SimpleNamespace(record=lambda: None, synchronize=synchronize)
+        return share_out(self, *args)
+
+    monkeypatch.setattr(LateShape, "share_out", guarded)
     accepted = {}
     options = dict(budget="auto", drafter=save_drafter("draft_model", tmp_path, 4))
     for waits in (True, False):
@@ -192,6 +207,7 @@ def test_chains_are_verified_before_the_host_knows_them(in_graphs, cost, tmp_pat
         assert bool(unknown) is not waits
         accepted[waits] = counters.accepted_nodes / counters.trees
     assert sum(map(len, unknown)) > 60
+    assert untouched == [True] * len(unknown)
     # The host has filled in what the device has verified, except for requests that have ended.
     tokens = np.concatenate([forest.tokens for forest in unknown])
     assert (tokens != UNKNOWN).mean() > 0.9

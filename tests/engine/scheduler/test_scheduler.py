@@ -118,7 +118,7 @@ def test_slots_that_were_all_left_empty_are_no_draft_in_a_requests_metrics(monke
     scheduler.num_spec_tokens, scheduler.requests, scheduler._without_drafts = 4, {}, set()
     scheduler._continued = SimpleNamespace(start=lambda request: None)
     params = SimpleNamespace(extra_args=None)
-    request: Any = SimpleNamespace(sampling_params=params, spec_decode_metrics=None)
+    request: Any = SimpleNamespace(request_id="r", sampling_params=params, spec_decode_metrics=None)
     scheduler.add_request(request)
     metrics = request.spec_decode_metrics
     for drafted, accepted in ((0, 0), (3, 2), (0, 0), (1, 0)):
