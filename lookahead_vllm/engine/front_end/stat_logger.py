@@ -262,7 +262,7 @@ def _series(
             options["buckets"] = buckets
         elif kind is Gauge:
             options["multiprocess_mode"] = "mostrecent"  # of several API servers, as vLLM does
-        labels = ("model_name", "engine", *["source"] * by_source)
+        labels = ["model_name", "engine", "source"] if by_source else ["model_name", "engine"]
         _registered[name] = kind(PREFIX + name, documentation, labels, **options)
     metric = _registered[name]
     if by_source:
