@@ -117,11 +117,14 @@ class Session:
         return bool(self.pending or waiting)
 
     def spell(self, texts: Sequence[Int32s]) -> None:
-        """Insert parts of the prompt in another spelling, but none twice."""
+        """Insert parts of the prompt in another spelling, but none twice, and while there is room:
+        a prompt that was cut may come again and again, with other results."""
         known = {one.tokens.tobytes() for one in self.spellings}
+        left = self.room - sum(len(one.tokens) for one in self.spellings)
         for tokens in texts:
-            if (text := tokens.tobytes()) not in known:
+            if (text := tokens.tobytes()) not in known and len(tokens) <= left:
                 known.add(text)
+                left -= len(tokens)
                 self.spellings.append(Spelling(tokens, self.num_prompt, len(tokens)))
 
     def continue_with(self, prompt: Int32s, num_common: int) -> None:

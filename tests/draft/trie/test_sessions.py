@@ -285,6 +285,16 @@ def test_a_spelling_goes_with_its_text(changed, num_turns):
 # The bound.
 
 
+def test_a_prompt_that_comes_again_with_other_spellings_keeps_those_for_which_there_is_room():
+    sessions, _ = sessions_in(text_nodes=1 << 22)
+    prompt = text_of(1, 600)
+    for i in range(100):
+        session = sessions.open("a", prompt, spellings=[text_of(2 + i, 200)])
+        sessions.close(session, ids([]))
+    kept = sum(len(one.tokens) for one in session.spellings)
+    assert session.room - 200 < kept <= session.room < 100 * 200
+
+
 def test_the_least_recently_used_go_and_the_others_are_whole():
     room = module.EXPECTED_ANSWER_TOKENS + 600
     sessions, queue = sessions_in(text_nodes=5 * room * 18 + 100)
