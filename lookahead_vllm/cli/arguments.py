@@ -23,6 +23,11 @@ def escape_unprintable() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, as one line; its type if it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def check_output(path: Path, error: type[ValueError]) -> None:
     """Raise `error` if no file can be written at `path` after the run."""
     try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from lookahead_vllm.cli.arguments import check_output, positive
+from lookahead_vllm.cli.arguments import check_output, first_line, positive
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.warming import Renderer, TextError, check_texts, learn, read_texts
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
@@ -92,7 +92,7 @@ def check_model(model: str) -> None:
         found = cached or HfApi().repo_exists(model)
         reason = "the hub has no such model"
     except Exception as error:  # no name of the hub's, no network
-        found, reason = False, str(error).partition("\n")[0] or type(error).__name__
+        found, reason = False, first_line(error)
     if not found:
         raise OptionError(
             f"--model: {model} is no folder, and no model of the hub was found ({reason}); write a "
@@ -103,7 +103,7 @@ def check_model(model: str) -> None:
 def load_renderer(model: str) -> ServerRenderer:
     """The renderer of a model; OptionError if vLLM cannot load it."""
     try:
-        from lookahead_vllm.cli.server_renderer import ServerRenderer, first_line
+        from lookahead_vllm.cli.server_renderer import ServerRenderer, first_fault
     except ImportError as error:
         raise OptionError(f"cache build needs vLLM, which cannot be imported: {error}") from None
     try:
@@ -111,7 +111,7 @@ def load_renderer(model: str) -> ServerRenderer:
     except Exception as error:
         raise OptionError(
             f"--model: vLLM cannot load the configuration and the tokenizer of {model}: "
-            f"{first_line(error)}"
+            f"{first_fault(error)}"
         ) from None
 
 

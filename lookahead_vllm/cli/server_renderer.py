@@ -13,6 +13,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
+from lookahead_vllm.cli.arguments import first_line
+
 RENDERED = ("tools", "documents", "reasoning_effort", "chat_template_kwargs")
 """What a chat template gets of a request besides its messages."""
 
@@ -75,13 +77,13 @@ class ServerRenderer:
                 )
             )
         except Exception as error:
-            raise ValueError(f"vLLM refuses the chat: {first_line(error)}") from None
+            raise ValueError(f"vLLM refuses the chat: {first_fault(error)}") from None
         return list(prompt["prompt_token_ids"])
 
 
-def first_line(error: Exception) -> str:
-    """What an error of vLLM says, as one line."""
+def first_fault(error: Exception) -> str:
+    """What an error of vLLM says, as one line; of a ValidationError its first fault."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".splitlines()[0].lstrip(": ")
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return first_line(error)
