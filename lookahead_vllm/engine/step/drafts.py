@@ -54,7 +54,8 @@ class Drafts(NamedTuple):
         changed = np.zeros(count, np.bool_) if self.from_proposer is None else ~self.from_proposer
         nodes = forest.tokens, forest.parents, forest.depths
         fields = np.concatenate((forest.firsts, self.num_tokens, changed, *nodes)).astype(np.int32)
-        return _received, (list(self.req_ids), fields.tobytes(), *self[-3:])
+        flags = self.pays, self.whole_chain, self.waited
+        return _received, (list(self.req_ids), fields.tobytes(), *flags)
 
     def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> PlacedTrees:
         """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32
