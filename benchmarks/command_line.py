@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.cores import share_out
 from benchmarks.engines.fresh_engine import cpu_runtime, is_cpu_build
 from benchmarks.methods import KNOWN, SpeculativeConfig
-from lookahead_vllm.cli.arguments import check_output, positive
+from lookahead_vllm.cli.arguments import above_zero, check_output, positive
 from lookahead_vllm.machine import CPUS_AT_START
 
 PROMPT_LINES = """\
@@ -47,7 +47,7 @@ def engine_parser(description: str | None, epilog: str, methods: str) -> argpars
     add("--dtype", default="auto", help="as for vLLM: auto, float32, bfloat16, ...")
     add(
         "--kv-cache-gib",
-        type=float,
+        type=above_zero,
         metavar="G",
         help="of each engine (default: 1 on CPU, vLLM's choice elsewhere)",
     )

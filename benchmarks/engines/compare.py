@@ -307,14 +307,10 @@ class Benchmark:
 
 
 def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
-    """Write the JSON of the finished runs, and print their tables."""
+    """Print the tables of the finished runs, and write their JSON."""
     options, rows, meta = benchmark.options, benchmark.rows(), benchmark.meta(argv)
     if not rows:
         return rows
-    if options.json:
-        options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-    if options.record:
-        options.record.write_text("".join(f"{json.dumps(t)}\n" for t in benchmark.traces()))
     bound = meta["worker_cores"]
     threads = f"on {', '.join(map(str, bound))}" if bound else "not bound"
     counts = sorted({row["prompts"] for row in rows})
@@ -332,6 +328,10 @@ def report(benchmark: Benchmark, argv: Sequence[str]) -> list[Row]:
         print(f"\n{sentences}")
     if by_category := category_tables(rows):
         print(f"\n{by_category}")
+    if options.json:
+        options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    if options.record:
+        options.record.write_text("".join(f"{json.dumps(t)}\n" for t in benchmark.traces()))
     return rows
 
 
@@ -341,9 +341,14 @@ def prepare(options: argparse.Namespace) -> Benchmark:
     args_by_method = method_args(options, methods)
     if options.check_exact and BASELINE not in methods:
         raise MethodError(f"--check-exact compares with `{BASELINE}`: add it to --methods")
+    if options.check_exact and options.adversarial:
+        raise MethodError("--check-exact: with --adversarial, answers are drawn without a seed")
     check_outputs(options, MethodError)
     if options.trace:
-        options.trace.mkdir(parents=True, exist_ok=True)
+        try:
+            options.trace.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MethodError(f"--trace: no folder {options.trace}: {error.strerror}") from None
     turns = by_size("turns", options)
     tokenize = model_tokenizer(options.model)
     limits = by_size("limit", options)
@@ -397,7 +402,7 @@ def check_target_guided(
     methods: dict[str, SpeculativeConfig | None],
     prompts: dict[int, list[Prompt]],
 ) -> None:
-    """Check that every prompt has a recorded answer, and that no method needs the model's own."""
+    """Check that every prompt has one recorded answer, and no method needs the model's own."""
     if options.adversarial:
         raise MethodError("--target-guided follows answers, --adversarial has none: leave one out")
     for name, config in methods.items():
@@ -406,11 +411,17 @@ def check_target_guided(
                 f"--target-guided: {name} learns from what a model says to its drafts, and "
                 "only the answers were recorded; leave it out"
             )
+    answers: dict[tuple[int, ...], Sequence[int]] = {}
     for prompt in itertools.chain(*prompts.values()):
         if prompt.answer is None:
             raise PromptError(
                 f"{options.prompts}, line {prompt.line}: --target-guided follows recorded answers, "
                 "and there are no `output_token_ids`"
+            )
+        if answers.setdefault(tuple(prompt.token_ids), prompt.answer) != prompt.answer:
+            raise PromptError(
+                f"{options.prompts}, line {prompt.line}: --target-guided finds an answer by its "
+                "prompt, and an earlier line with the same prompt has another answer"
             )
 
 

@@ -62,7 +62,7 @@ def is_wrong(row: dict[str, Any]) -> bool:
 
 
 def check_kernels(results: dict[str, Any], save: Callable[[], None], seconds: float | None) -> bool:
-    """Check all cases in several processes, as compiling takes the time; whether none is wrong.
+    """Check all cases in several processes, as compiling takes the time; whether all are right.
 
     `results` gets the rows, and `save` is called after each. It ends after so many seconds.
     """
@@ -85,7 +85,8 @@ def check_kernels(results: dict[str, Any], save: Callable[[], None], seconds: fl
         print(_summary(impl, [row for row in rows if row["impl"] == impl]))
     if len(rows) < count:
         print(f"{count - len(rows)} checks not begun: {TIME_IS_UP}")
-    return not any(map(is_wrong, rows))
+    ended = sum("stopped" not in row for row in rows)
+    return ended == count and not any(map(is_wrong, rows))
 
 
 def _reason(row: dict[str, Any]) -> str:

@@ -44,10 +44,10 @@ def main(arguments: Sequence[str]) -> int:
         if options.out.suffix != ".npz":
             raise TraceError(f"--out {options.out}: the name must end in .npz")
         files = [load_traces(path, shuffle=options.seed, no_loops=True) for path in options.traces]
+        trials = learn(files, options.seed).trials
     except TraceError as error:
         print(f"learn_priors: {error}", file=sys.stderr)
         return 2
-    trials = learn(files, options.seed).trials
     learned = save(trials, options.out)
     size = options.out.stat().st_size
     print(f"{options.out}: {len(learned.indices)} of {len(trials)} rates, {size} bytes")
@@ -73,8 +73,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def learn(files: Sequence[TraceFile], seed: int) -> AcceptanceRate:
-    """The rates after all parts of the files, in random order."""
+    """The rates after all parts of the files, in random order; TraceError if there are none."""
     parts = [part for file in files for part in _parts(file.traces)]
+    if not parts:
+        raise TraceError(f"no file has {PART_TOKENS} output tokens: too few to learn rates from")
     random.Random(seed).shuffle(parts)
     rate = AcceptanceRate()
     for part in tqdm(parts, "Learning", unit="part", leave=False):

@@ -21,14 +21,15 @@ class Edit(NamedTuple):
 
 
 def rename(code: str, rng: random.Random) -> Edit | None:
-    """Replace all occurrences of a name by a new name; None if no name occurs three times."""
+    """Replace all occurrences of a name by a new name; None if no name occurs three times, or all
+    new ones do already."""
     counts = Counter(re.findall(r"\b[A-Za-z_]\w+\b", code))
     taken = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins)}
     names = sorted(n for n, count in counts.items() if count >= MIN_OCCURRENCES and n not in taken)
-    if not names:
+    new_names = [name for name in NEW_NAMES if name not in counts]
+    if not names or not new_names:
         return None
-    old = rng.choice(names)
-    new = rng.choice([name for name in NEW_NAMES if name not in counts])
+    old, new = rng.choice(names), rng.choice(new_names)
     return Edit(f"Rename `{old}` to `{new}`.", re.sub(rf"\b{old}\b", new, code))
 
 

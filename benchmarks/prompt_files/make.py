@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.prompt_files.copying import (
+    FILE_PIECES,
     TURNS,
     Chat,
     code_of,
@@ -118,6 +119,9 @@ def copying_lines(options: argparse.Namespace) -> Iterator[Line]:
     chat = Chat(tokenizer)
     rng = random.Random(options.seed)
     codes = [code_of(chat.text(trace["output_token_ids"])) for trace in read(options.code)]
+    codes = [code for code in codes if code.strip()]
+    if len(codes) < FILE_PIECES:
+        raise InputError(f"{options.code}: at least {FILE_PIECES} answers with code are expected")
     yield from edits(chat, codes, options.count, rng)
     yield from conversations(chat, codes, options.count, rng)
     if options.answers:

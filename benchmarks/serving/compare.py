@@ -241,10 +241,14 @@ class ServingBenchmark:
 def report(benchmark: ServingBenchmark, argv: Sequence[str]) -> None:
     """Print the table of the finished runs; write the JSON."""
     options, measured = benchmark.options, benchmark.finished()
+    if measured:
+        _print(benchmark, measured)
     if options.json:
         options.json.write_text(json.dumps(benchmark.content(argv), indent=1) + "\n")
-    if not measured:
-        return
+
+
+def _print(benchmark: ServingBenchmark, measured: Measured) -> None:
+    options = benchmark.options
     counts = ", ".join(f"{benchmark.counts[rate]} at {rate:.2f}/s" for rate in measured)
     title = f"{Path(options.model).name}, {options.dtype}, {cpu_name()}"
     print(f"\n{title} ({os.cpu_count()} cores); requests: {counts}; {options.rounds} rounds")

@@ -14,6 +14,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
 def escape_unprintable() -> None:
     """Let `print` write escapes for characters that standard output cannot encode.
 

@@ -200,7 +200,10 @@ def build_cache(options: argparse.Namespace) -> None:
     fingerprint = cache_file.fingerprint(vocabulary)
     proposer = make_proposer(options, fingerprint)
     start, pruned_before = time.perf_counter(), proposer.trie.num_pruned
-    namespace = shared_namespace("namespace", None, None, options.namespace)
+    share = proposer.options.share
+    if share == "none":
+        raise OptionError(f"--add: {options.out} is of a server whose requests share nothing")
+    namespace = shared_namespace(share, None, None, options.namespace)
     num_texts, num_tokens, num_skipped = learn_files(proposer, options.texts, renderer, namespace)
     arrays, facts = proposer.snapshot()
     size = cache_file.save(options.out.resolve(), arrays, facts, fingerprint)

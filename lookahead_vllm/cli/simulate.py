@@ -7,7 +7,7 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
-from lookahead_vllm.cli.arguments import check_output, positive
+from lookahead_vllm.cli.arguments import above_zero, check_output, positive
 from lookahead_vllm.cli.cache import check_model, load_renderer
 from lookahead_vllm.draft.budget.cost import CostCurve
 from lookahead_vllm.machine import versions
@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--step-ms",
-        type=milliseconds,
+        type=above_zero,
         default=8.0,
         metavar="MS",
         help="length of a step, in which prompts are inserted (default: 8)",
@@ -160,16 +160,6 @@ def modes(text: str) -> list[Mode]:
         if part not in MODES:
             raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(MODES)}")
     return [mode for mode in MODES if mode in parts]
-
-
-def milliseconds(text: str) -> float:
-    """A number above 0."""
-    try:
-        if 0 < (value := float(text)) < float("inf"):
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
 def cost_curve(text: str) -> CostCurve:
@@ -238,11 +228,14 @@ def main(argv: Sequence[str]) -> int:
     except (OptionError, TraceError) as error:
         arguments.error(str(error))
     results = run(options, makers, files)
-    if options.json:
-        content = {"meta": {"versions": versions(), "argv": list(argv)}, "results": results}
-        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        options.json.write_text(text, encoding="utf-8")
     report(results, files)
-    if options.plot:
-        plot.draw(results, options.plot)
+    try:
+        if options.json:
+            content = {"meta": {"versions": versions(), "argv": list(argv)}, "results": results}
+            text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+            options.json.write_text(text, encoding="utf-8")
+        if options.plot:
+            plot.draw(results, options.plot)
+    except OSError as error:  # the disk is full, for example
+        arguments.error(f"{error.filename or 'a result'} was not written: {error.strerror}")
     return 0

@@ -1,6 +1,7 @@
 """Traces: recorded generations, read from JSON lines."""
 
 import json
+import math
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -105,9 +106,16 @@ def load_traces(
         for file in files
         for number, value in read_json_lines(file, TraceError)
     ]
-    lines = [
-        (_traces(place, line, renderer), bool(line.get("loops"))) for place, line in _longest(read)
-    ]
+    lines: list[tuple[list[Trace], bool]] = []
+    missing = math.inf if limit is None or shuffle is not None else limit
+    bar = tqdm([*_longest(read)], f"Reading {path.name}", unit="line", leave=False, disable=None)
+    for place, line in bar:
+        if missing <= 0:  # rendering a chat takes milliseconds a turn
+            break
+        lines.append((_traces(place, line, renderer), bool(line.get("loops"))))
+        traces, loops = lines[-1]
+        if not (no_loops and loops):
+            missing -= sum(len(one.output) > 1 for one in traces)
     if not lines:
         raise TraceError(f"{path} is empty: one JSON object a line is expected")
     num_all = sum(len(traces) for traces, _ in lines)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import case, other_kernels
+from benchmarks.gpu import accuracy, case, other_kernels
 from benchmarks.gpu.bundle import pack
 from benchmarks.gpu.processes import Limit, in_processes
 from lookahead_vllm.verify.layout.paged_batch import CAUSAL
@@ -39,6 +39,14 @@ def test_the_other_kernels_are_checked(name, monkeypatch):
         if name in found:
             row = check()
             assert row.get("error", 0) < row.get("bound", 1)
+
+
+@pytest.mark.parametrize("row", [{}, {"stopped": "the time was up"}, None])
+def test_kernels_that_were_not_checked_are_not_right(row, monkeypatch):
+    ended = [] if row is None else [(0, row)]
+    monkeypatch.setattr(accuracy, "checks", lambda: [(accuracy.OTHERS, "choices", dict)])
+    monkeypatch.setattr(accuracy, "in_processes", lambda *_: ended)
+    assert accuracy.check_kernels({}, lambda: None, 60) is (row == {})
 
 
 # What ends in time, and what a failure of the device stops.

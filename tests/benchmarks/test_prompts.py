@@ -1,8 +1,11 @@
 """The prompts of the benchmarks."""
 
+import random
+
 import pytest
 
 from benchmarks.engines import compare as bench
+from benchmarks.prompt_files.edits import NEW_NAMES, rename
 from benchmarks.prompts import load_prompts, spread
 from tests.support.files import jsonl
 
@@ -43,6 +46,20 @@ def test_proposers_that_learn_from_the_model_are_not_guided_without_its_choices(
     with pytest.raises(SystemExit):
         bench.main(["--model", "m", "--prompts", str(path), "--target-guided", "--config", config])
     assert "h learns from what a mod" in capsys.readouterr().err
+
+
+def test_a_guided_prompt_has_one_answer(tmp_path, capsys):
+    lines = [{"prompt_token_ids": [1, 2], "output_token_ids": [3, i // 2]} for i in range(3)]
+    path = jsonl(tmp_path / "p.jsonl", *lines)
+    with pytest.raises(SystemExit):
+        bench.main(["--model", "m", "--prompts", str(path), "--target-guided"])
+    assert "line 3: --target-guided finds an answer by its prompt" in capsys.readouterr().err
+
+
+def test_code_without_a_free_name_is_not_renamed():
+    names = "old " + " ".join(NEW_NAMES)
+    assert rename(3 * names, random.Random(0)) is None
+    assert rename(3 * names.replace(NEW_NAMES[0], ""), random.Random(0)).text.count(NEW_NAMES[0])
 
 
 @pytest.mark.parametrize("given", [{}, {"proposer": None}, {"proposer": "auto"}])

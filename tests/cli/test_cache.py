@@ -284,7 +284,8 @@ def test_a_misspelt_model_is_told_before_anything_is_loaded(
 def drafted(cache: Path, tokenizer: Any, output: str, namespace: str = "") -> list[int]:
     """The first branch that a server with this file drafts after `output`, in its first request."""
     arrays, facts = cache_file.load(cache, cache_file.fingerprint(tokenizer.get_vocab()))
-    proposer = NGramTrieProposer(LookaheadOptions(max_nodes=len(arrays["edges"]), budget=16))
+    sizes = {"max_nodes": len(arrays["edges"]), "budget": 16}
+    proposer = NGramTrieProposer(LookaheadOptions(share=facts["share"], **sizes))
     proposer.restore(arrays, facts)
     proposer.start("first", [], namespace)
     read(proposer, {"first": ids(output)})
@@ -326,6 +327,17 @@ def test_add_extends_the_file_and_keeps_its_ngrams(cache, model, tokenizer):
     assert drafted(cache, tokenizer, "w51 w52") == []
     # The engine's namespace of requests with this lookahead_namespace.
     assert drafted(cache, tokenizer, "w51 w52", '[null, null, "team-a"]')[:1] == ids("w53")
+
+
+@pytest.mark.parametrize(("share", "namespace"), [("all", ""), ("namespace", '[null, null, "a"]')])
+def test_add_learns_what_requests_of_that_server_share(share, namespace, cache, model, tokenizer):
+    fingerprint = cache_file.fingerprint(tokenizer.get_vocab())
+    arrays, facts = cache_file.load(cache, fingerprint)
+    cache_file.save(cache, arrays, {**facts, "share": share}, fingerprint)
+    more = jsonl(cache.with_name("b.jsonl"), {"prompt": "w50", "response": "w51 w52 w53"})
+    options = ["build", "--model", str(model), "--texts", str(more), "--out", str(cache), "--add"]
+    assert main([*options, "--namespace", "a"]) == 0
+    assert drafted(cache, tokenizer, "w51 w52", namespace)[:1] == ids("w53")
 
 
 @pytest.mark.parametrize(

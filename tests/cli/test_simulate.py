@@ -230,6 +230,14 @@ def test_the_json_holds_the_documented_keys(tmp_path, capsys):
     assert "s/a" in printed
 
 
+def test_a_full_disk_loses_no_table(tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        command.main([str(tiny(tmp_path / "t.jsonl")), "--budget", "4", "--json", "/dev/full"])
+    printed = capsys.readouterr()
+    assert error.value.code == 2 and "| ngram_trie " in printed.out
+    assert "was not written: No space left on device" in printed.err
+
+
 def test_the_first_command_of_a_fresh_clone_works(tmp_path, capsys):
     """And the trie is ahead of prompt lookup, most where the agent edits what it has read."""
     out = tmp_path / "out.json"

@@ -101,6 +101,18 @@ def test_the_chats_of_a_folder_are_sessions_without_those_that_go_on(tmp_path, c
         load_traces(tmp_path)
 
 
+def test_no_more_chats_are_rendered_than_the_limit_needs(tmp_path, monkeypatch):
+    path = jsonl(tmp_path / "t.jsonl", *(chat(f"{i}", "yes") for i in range(9)))
+    rendered, render = [], Letters.chat
+    monkeypatch.setattr(
+        Letters, "chat", lambda *args, **more: rendered.append(args) or render(*args, **more)
+    )
+    assert len(load_traces(path, limit=2, renderer=Letters()).traces) == 2
+    few = len(rendered)
+    load_traces(path, renderer=Letters())
+    assert len(rendered) - few == 4.5 * few
+
+
 def test_documents_and_answers_are_traces(tmp_path):
     path = jsonl(tmp_path / "t.jsonl", {"prompt": "a", "response": "bc"}, {"text": "def"})
     traces = load_traces(path, renderer=Letters()).traces

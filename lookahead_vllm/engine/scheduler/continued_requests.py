@@ -146,11 +146,11 @@ class ContinuedRequests:
             return stats
         if stats is None:
             stats = SpecDecodingStats.new(self._scheduler.num_spec_tokens)
-        nodes, accepted = np.array(self._drafts).T
+        nodes, accepted = zip(*self._drafts, strict=True)
         self._drafts.clear()
         stats.num_drafts += len(nodes)
-        stats.num_draft_tokens += int(nodes.sum())
-        stats.num_accepted_tokens += int(accepted.sum())
+        stats.num_draft_tokens += sum(nodes)
+        stats.num_accepted_tokens += sum(accepted)
         for counts, lengths in (
             (stats.num_draft_tokens_per_pos, nodes),
             (stats.num_accepted_tokens_per_pos, accepted),
