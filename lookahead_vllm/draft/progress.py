@@ -17,6 +17,9 @@ GONE = -1
 NOT_COUNTED = -1
 """In place of spans before `count_tokens`."""
 _NO_STOP = -1
+MAX_STOPS = 16
+"""So many stop tokens of a request are known here. A request may have as many as the vocabulary; a
+step that ends with another one has tokens behind its end, from which drafts learn, and no more."""
 
 NUM_ALTERNATIVES = 4
 """A trained drafter's likeliest tokens at each depth of its chain; the first is the chain's."""
@@ -47,7 +50,7 @@ class ProgressArrays(NamedTuple):
     is_decoding: NDArray[np.bool_]
     """bool [capacity]: whether it has emitted a token since it started, or was preempted."""
     stops: Int32s
-    """int32 [capacity, s]: tokens that end the request, padded with -1."""
+    """int32 [capacity, MAX_STOPS]: tokens that end the request, padded with -1."""
 
 
 class EmittedTokens(NamedTuple):
@@ -99,7 +102,7 @@ class Progress:
             np.zeros(capacity, np.int64),
             np.zeros(capacity, np.int64),
             np.zeros(capacity, np.bool_),
-            np.full((capacity, 4), _NO_STOP, np.int32),
+            np.full((capacity, MAX_STOPS), _NO_STOP, np.int32),
         )
 
     def add(self, request_id: str, num_tokens: int) -> int:
@@ -117,12 +120,10 @@ class Progress:
         self.arrays.num_tokens[row], self.arrays.is_decoding[row] = num_tokens, False
 
     def follow(self, row: int, text: int, remaining: int, stops: Iterable[int | None]) -> None:
-        """The request gets drafts from now on, until it has emitted `remaining` tokens."""
-        ends = [token for token in stops if token is not None]
-        if len(ends) > self.arrays.stops.shape[1]:
-            wider = np.full((self._rows.capacity, 2 * len(ends)), _NO_STOP, np.int32)
-            wider[:, : self.arrays.stops.shape[1]] = self.arrays.stops
-            self.arrays = self.arrays._replace(stops=wider)
+        """The request gets drafts from now on, until it has emitted `remaining` tokens, or one of
+        the first MAX_STOPS `stops`.
+        """
+        ends = [token for token in stops if token is not None][:MAX_STOPS]
         self.arrays.texts[row], self.arrays.remaining[row] = text, remaining
         self.arrays.stops[row] = _NO_STOP
         self.arrays.stops[row, : len(ends)] = ends

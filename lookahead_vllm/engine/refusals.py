@@ -89,6 +89,7 @@ def refusals(config: VllmConfig, options: LookaheadOptions) -> Iterator[str]:
 
 def _others(config: VllmConfig, options: LookaheadOptions) -> dict[str, object]:
     """Sentences about settings that are not in the table, and whether they apply."""
+    import torch
     from vllm import envs
 
     from lookahead_vllm.verify import native
@@ -117,6 +118,12 @@ def _others(config: VllmConfig, options: LookaheadOptions) -> dict[str, object]:
         f"attention={options.attention!r} was given, but it is a choice for GPUs; leave it out": (
             on_cpu and options.attention != "auto"
         ),
+        "use_fp64_gumbel was given, but on a CPU lookahead draws in float32; leave it out, or "
+        f"{LEAVE_OUT}": on_cpu and model.use_fp64_gumbel,
+        f"model {model.model!r} was given with dtype='float16', but on a CPU its recurrent layers "
+        f"need float32 or bfloat16; write dtype='bfloat16', or {LEAVE_OUT}": (
+            on_cpu and model.is_hybrid and model.dtype == torch.float16
+        ),
         f"{native.NO_COMPILER}, or {LEAVE_OUT}": on_cpu and native.find_compiler() is None,
         f"model {speculation.model!r} is a draft model, for which vLLM chooses the method "
         f"{speculation.method!r} and serves {model.model!r}; write that model instead, or "
@@ -129,6 +136,8 @@ def _others(config: VllmConfig, options: LookaheadOptions) -> dict[str, object]:
         f"are verified; {leave_one_out}": (
             has_drafter and speculation.draft_sample_method == "probabilistic"
         ),
+        f"{drafter_with} a model of several MTP modules, whose inputs vLLM prepares in another way "
+        f"than those of one; {leave_one_out}": has_drafter and speculation.use_multi_module_mtp(),
         f"{drafter_with} parallel={options.parallel}, but replicas do not share a drafter's states"
         f"; {leave_one_out}": has_drafter and is_replicated,
         f"parallel was given with distributed_executor_backend={executor!r}, but vLLM's executor "

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.progress import (
     GONE,
+    MAX_STOPS,
     EmittedTokens,
     Progress,
     WantedDrafts,
@@ -120,4 +121,12 @@ def test_a_row_that_is_used_again_starts_anew():
         0,
     )
     progress.follow(again, 4, 9, [1])
-    assert arrays.stops[again].tolist() == [1] + [-1] * (arrays.stops.shape[1] - 1)
+    assert arrays.stops[again].tolist() == [1] + [-1] * (MAX_STOPS - 1)
+
+
+def test_a_request_with_many_stop_tokens_makes_no_step_longer():
+    progress = Progress()
+    row, size = progress.add("r", 5), progress.arrays.stops.nbytes
+    progress.follow(row, 0, 9, [None, *range(100_000)])
+    assert progress.arrays.stops.nbytes == size
+    assert progress.arrays.stops[row].tolist() == [*range(MAX_STOPS)]

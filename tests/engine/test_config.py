@@ -220,6 +220,7 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ({}, {"scheduler_cls": ELSEWHERE}, ELSEWHERE, "leave it out"),
         ({}, {"runner": "pooling"}, "pooling", "leave lookahead out"),
         ({"attention": "xformers"}, {}, "attention='xformers'", "for GPUs; leave it out"),
+        ({}, {"use_fp64_gumbel": True}, "use_fp64_gumbel", "leave it out"),
     ],
 )
 def test_a_wrong_option_stops_start_up(speculative, others, given, allowed, model):
@@ -370,6 +371,11 @@ def test_the_rust_front_end_is_refused(model, monkeypatch):
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config("falcon_h1", tmp_path_factory.mktemp("config"), HYBRIDS)
+
+
+def test_hybrids_in_float16_are_refused_on_a_cpu(hybrid):
+    with pytest.raises(OptionError, match="dtype='float16', but on a CPU its recurrent layers"):
+        made(hybrid, speculative_config={"method": "lookahead"}, dtype="float16")
 
 
 def test_hybrids_keep_prefix_caching(hybrid):

@@ -66,6 +66,13 @@ def test_what_a_drafter_cannot_be_combined_with(changes, options, arguments, giv
         made(tmp_path, "llama", drafter, options, **arguments)
 
 
+def test_several_mtp_modules_are_refused(tmp_path, monkeypatch):
+    several = {**CONFIGS["mimo"], "num_nextn_predict_layers": 2}
+    monkeypatch.setitem(CONFIGS, "mimo", several)
+    with pytest.raises(OptionError, match="drafter was given with a model of several MTP modules"):
+        made(tmp_path, "mimo", save_drafter("mtp", tmp_path, 2))
+
+
 def test_a_wrong_drafter_is_refused_by_vllm(tmp_path):
     with pytest.raises(ValueError, match="no_such_method"):
         made(tmp_path, "llama", {"method": "no_such_method", "num_speculative_tokens": 2})

@@ -83,6 +83,15 @@ def test_output_equals_plain_vllm_under_every_engine_setting(settings, llama):
         assert drafter_of(llm).counters.moved_tokens > 50
 
 
+def test_output_in_float16_equals_plain_vllms(llama):
+    """Of these prompts; others may come to a near tie."""
+    params = [GREEDY, GREEDY, *SEEDED[:2]]
+    vanilla = record_plain(llama, PROMPTS[:4], params, dtype="float16")
+    with engine(llama, HIDDEN, dtype="float16") as llm:
+        assert generate(llm, PROMPTS[:4], params) == vanilla
+        assert drafter_of(llm).counters.moved_tokens > 5
+
+
 def test_output_over_an_fp8_cache_equals_plain_vllms(llama):
     vanilla = record_plain(llama, PROMPTS, kv_cache_dtype="fp8")
     with engine(llama, HIDDEN, kv_cache_dtype="fp8") as llm:

@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from vllm import TokensPrompt
 
 from tests.support.driving import (
     GREEDY,
@@ -48,6 +49,21 @@ def test_trees_give_plain_vllms_output(name, tmp_path):
             assert generate_staggered(llm, prompts, params) == vanilla[i]
             assert drafter_of(llm).counters.moved_tokens > before + 30
         assert drafter_of(llm).counters.branching_trees > 100
+
+
+def test_a_step_without_requests_has_no_trees(tmp_path):
+    """As on an idle rank under data parallelism, after a step whose trees branched."""
+    model, prompts = save_config("qwen2_vl", tmp_path), image_prompts(4)
+    vanilla = record_plain(model, prompts, GREEDY, **SETTINGS)
+    with engine(model, HIDDEN, **SETTINGS) as llm:
+        record(prompts, vanilla)
+        core, runner = llm.llm_engine, runner_of(llm)
+        core.add_request("r", TokensPrompt(prompt_token_ids=prompts[0]), GREEDY)
+        while not runner.step.trees.branches:
+            core.step()
+        core.abort_request(["r"])
+        llm.collective_rpc("execute_dummy_batch")
+        assert generate(llm, prompts) == vanilla
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])

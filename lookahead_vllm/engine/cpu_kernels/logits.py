@@ -185,6 +185,11 @@ def force_end_of_thinking(
     history.force_ends(logits.numpy(), rows, texts, history.arrays(thinking))
 
 
+@replaces("gpu.metrics.logits._num_nans_kernel", of_tensors=True)
+def count_nans(grid: Grid, logits: Tensor, stride: int, num_nans: Tensor, vocab: int) -> None:
+    num_nans.copy_(logits.isnan().sum(dim=1))
+
+
 @replaces("gpu.structured_outputs._apply_grammar_bitmask_kernel", of_tensors=True)
 def apply_grammar(
     grid: Grid,
@@ -199,8 +204,9 @@ def apply_grammar(
 ) -> None:
     """Mask i is for the row `places[i] % MASK_STRIDE` of the request `places[i] // MASK_STRIDE`."""
     lowest: Any = np.float32(-np.inf)
-    if logits.dtype == torch.bfloat16:
-        logits, lowest = logits.view(torch.int16), np.int16(-128)  # the bits of -inf
+    if logits.dtype != torch.float32:
+        bits = torch.tensor(-torch.inf, dtype=logits.dtype).view(torch.int16)
+        logits, lowest = logits.view(torch.int16), np.int16(bits)
     values = memory(logits)
     tables = memory(places), memory(first_logits), memory(masks)
     _mask(grid[0], values, stride, *tables, masks_stride, vocab, MASK_STRIDE, lowest)

@@ -1,5 +1,7 @@
 """The kernels with which vLLM's speculators prepare their inputs."""
 
+from torch import Tensor
+
 from lookahead_vllm.engine.cpu_kernels.table import Array, Grid, kernel, replaces
 
 _AR = "gpu.spec_decode.target_dependent_ar.speculator."
@@ -79,39 +81,36 @@ def prepare_decode_inputs(
         seq_lens[request] = length
 
 
-@replaces(_AR + "_update_draft_inputs_kernel")
-@kernel
+@replaces(_AR + "_update_draft_inputs_kernel", of_tensors=True)
 def update_draft_inputs(
     grid: Grid,
-    out_tokens: Array,
+    out_tokens: Tensor,
     out_stride: int,
-    next_hidden: Array,
+    next_hidden: Tensor,
     next_hidden_stride: int,
-    ids: Array,
-    positions: Array,
-    sample_positions: Array,
-    seq_lens: Array,
-    tokens: Array,
-    current_step: Array,
-    hidden: Array,
+    ids: Tensor,
+    positions: Tensor,
+    sample_positions: Tensor,
+    seq_lens: Tensor,
+    tokens: Tensor,
+    current_step: Tensor,
+    hidden: Tensor,
     hidden_stride: int,
     hidden_size: int,
     max_model_len: int,
     num_steps: int,
     ADVANCE_DRAFT_POSITIONS: bool = True,
 ) -> None:
-    step = current_step[0]
-    for request in range(grid[0]):
-        out_tokens[request * out_stride + step] = tokens[request]
-        if step >= num_steps - 1:
-            continue
-        sample_positions[request] += 1
-        ids[request] = tokens[request]
-        for i in range(hidden_size):
-            next_hidden[request * next_hidden_stride + i] = hidden[request * hidden_stride + i]
-        if ADVANCE_DRAFT_POSITIONS:
-            positions[request] = min(positions[request] + 1, max_model_len - 1)
-            seq_lens[request] = min(seq_lens[request] + 1, max_model_len)
+    n, step = grid[0], int(current_step)
+    out_tokens[:n, step] = tokens[:n]
+    if step >= num_steps - 1:
+        return
+    sample_positions[:n] += 1
+    ids[:n] = tokens[:n]
+    next_hidden[:n, :hidden_size] = hidden[:n, :hidden_size]
+    if ADVANCE_DRAFT_POSITIONS:
+        positions[:n] = (positions[:n] + 1).clamp(max=max_model_len - 1)
+        seq_lens[:n] = (seq_lens[:n] + 1).clamp(max=max_model_len)
 
 
 @replaces("gpu.spec_decode.standalone_ar.speculator._prepare_prefill_inputs_kernel")

@@ -65,12 +65,13 @@ class CPUKernel:
 def memory(tensor: torch.Tensor) -> Array:
     """A pointer as a flat array: the tensor's memory from its first element to its last.
 
-    Shared with the tensor, except in bfloat16, which NumPy lacks: that is a read-only float32 copy.
+    Shared with the tensor, except in bfloat16, which NumPy lacks, and float16, which numba lacks:
+    these are read-only float32 copies.
     """
     if not tensor.is_contiguous():
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         tensor = tensor.as_strided((last + 1,), (1,))
-    if tensor.dtype == torch.bfloat16:
+    if tensor.dtype in (torch.bfloat16, torch.float16):
         copy = tensor.float().numpy().reshape(-1)
         copy.flags.writeable = False
         return copy

@@ -95,8 +95,7 @@ class LookaheadDrafter:
         self._cache: CacheKeeper | None = None
         self._exchange: Exchange | None = None
         self.recorder = StepRecorder()
-        self.max_model_len = vllm_config.model_config.max_model_len
-        model = vllm_config.model_config
+        self._model = model = vllm_config.model_config
         row_bytes = model.get_vocab_size() * model.dtype.itemsize
         most = self.options.decoding_length
         self.max_step_nodes = min(
@@ -131,6 +130,11 @@ class LookaheadDrafter:
         if self._exchange is not None:
             self.recorder.traffic = self._exchange.traffic
         self.recorder.follow(self.proposer)  # evictions before the restart are not counted again
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request; at start-up, vLLM may fit it to the memory."""
+        return self._model.max_model_len
 
     @property
     def counters(self) -> Counters:

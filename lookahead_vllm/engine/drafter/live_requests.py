@@ -133,7 +133,7 @@ class LiveRequests:
             texts = options.references, options.spellings
             drafter.proposer.start(req_id, prompt, options.namespace, *texts)  # type: ignore[arg-type]
             most = drafter.max_model_len if params.max_tokens is None else params.max_tokens
-            stops = {params.eos_token_id, *(params.stop_token_ids or ())}
+            stops = params.eos_token_id, *(params.stop_token_ids or ())
             self.progress.follow(request.row, drafter.proposer.text_of(req_id), most, stops)
 
     def most_nodes(self, req_id: str, max_nodes: int) -> int:

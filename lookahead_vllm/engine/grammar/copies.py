@@ -55,6 +55,8 @@ class GrammarCopies:
         self._compiling.submit(self._compile, request)
 
     def _compile(self, request: Request) -> None:
+        if self._requests.get(request.request_id) is not request:  # it has ended
+            return
         try:
             if self._manager is None:
                 accept_tokens_one_by_one()

@@ -200,7 +200,8 @@ class LookaheadRunner(DummyRuns):
 
     def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> Any:
         if dummy_run:
-            self.step.may_repeat = False  # it uses the same buffers
+            # It uses the buffers of the last step, and must not get its trees.
+            self.step = Step(SchedulerOutput.make_empty())
         else:
             step = self._begin(scheduler_output)
             if step.repeats:

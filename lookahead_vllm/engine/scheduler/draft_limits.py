@@ -35,9 +35,9 @@ class DraftLimiter:
     def __init__(
         self,
         scheduler: Scheduler,
-        steps_ahead: int = 0,
-        chain_length: int = 0,
-        drafter_tokens: int = 0,
+        steps_ahead: int,
+        chain_length: int,
+        drafter_tokens: int,
     ) -> None:
         self._scheduler = scheduler
         self._drafter_tokens = drafter_tokens
@@ -96,10 +96,9 @@ class DraftLimiter:
             if (excess := num_slots - max(free_tokens, 0)) > 0:
                 self._cut_tokens(drafted, excess)
             if is_tight:
-                # Blocks that drafts do not give back before the next step stay free for the
-                # refused request.
-                charged = starting if self._may_free_blocks and not self._steps_ahead else waiting
-                self._cut_to_blocks(drafted, charged)
+                # Drafts in flight give no blocks back before the next step, so what the refused
+                # request needs stays free.
+                self._cut_to_blocks(drafted, waiting)
         return kept
 
     def _charge(self, requests: Sequence[Request]) -> int:

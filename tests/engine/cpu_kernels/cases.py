@@ -26,6 +26,8 @@ TAKES_DRAFTS = "draft_tokens" in signature(input_batch.post_update).parameters
 
 SLOTS, LENGTH, VOCAB = 8, 64, 2500  # more than two blocks of the sampling kernel
 CPU = torch.device("cpu")
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+"""Of logits and hidden states."""
 
 
 def case(kernel: str) -> Callable[[Case], Case]:

@@ -1,9 +1,11 @@
 """Random inputs for the sampler's kernels, see `cases`."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import torch
 from vllm.v1.worker.gpu import structured_outputs
+from vllm.v1.worker.gpu.metrics import logits as metrics
 from vllm.v1.worker.gpu.sample import (
     bad_words,
     gumbel,
@@ -18,6 +20,7 @@ from vllm.v1.worker.gpu.sample import (
 from lookahead_vllm.engine.cpu_kernels import logprobs
 from tests.engine.cpu_kernels.cases import (
     CPU,
+    DTYPES,
     SLOTS,
     VOCAB,
     case,
@@ -112,6 +115,15 @@ def forbid_bad_words(rng: torch.Generator) -> list[torch.Tensor]:
     return [logits]
 
 
+@case("gpu.metrics.logits._num_nans_kernel")
+def count_nans(rng: torch.Generator) -> list[torch.Tensor]:
+    logits = logits_of(rng, 5)
+    logits[torch.rand(logits.shape, generator=rng) < 0.1] = torch.nan
+    # Triton's interpreter has no libdevice.
+    metrics.libdevice = SimpleNamespace(isnan=lambda block: block != block)
+    return [metrics.get_num_nans(logits.to(dtype)) for dtype in DTYPES]
+
+
 @case("gpu.structured_outputs._apply_grammar_bitmask_kernel")
 def apply_grammar(rng: torch.Generator) -> list[torch.Tensor]:
     """Launched as in 0.33: four masks for each request, with or without that many rows."""
@@ -120,7 +132,7 @@ def apply_grammar(rng: torch.Generator) -> list[torch.Tensor]:
     masks = integers(rng, -(2**31), 2**31 - 1, 12, (VOCAB + 31) // 32)
     masks[:, ::3] = -1
     results = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         logits = logits_of(rng, step.offsets.shape[0]).to(dtype)
         structured_outputs._apply_grammar_bitmask_kernel[12, 1](
             logits,
@@ -189,9 +201,9 @@ def apply_min_p(rng: torch.Generator) -> list[torch.Tensor]:
 
 @case("gpu.sample.gumbel._gumbel_sample_kernel")
 def sample_with_noise(rng: torch.Generator) -> list[torch.Tensor]:
-    """Greedy and random rows, of float32 and bfloat16; some rows have equal logits."""
+    """Greedy and random rows, of all dtypes; some rows have equal logits."""
     results = []
-    for dtype, scales in product((torch.float32, torch.bfloat16), (False, True)):
+    for dtype, scales in product(DTYPES, (False, True)):
         logits = logits_of(rng, 9).to(dtype)
         logits[3:5] = 0
         slots = integers(rng, 0, SLOTS, 9)
@@ -213,8 +225,8 @@ def sample_with_noise(rng: torch.Generator) -> list[torch.Tensor]:
 def log_softmax_of_ids(rng: torch.Generator) -> list[torch.Tensor]:
     ids = integers(rng, 0, VOCAB, MANY, 7)
     logits = logits_of(rng, MANY)
-    both = [logprob.compute_token_logprobs(x, ids) for x in (logits, logits.bfloat16())]
-    return [*both, logits]
+    found = [logprob.compute_token_logprobs(logits.to(dtype), ids) for dtype in DTYPES]
+    return [*found, logits]
 
 
 @case("gpu.sample.logprob._fill_logprob_token_ids_kernel")

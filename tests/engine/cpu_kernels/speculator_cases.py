@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu.input_batch import InputBuffers
 from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as standalone
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as target_dependent
 
-from tests.engine.cpu_kernels.cases import CPU, SLOTS, VOCAB, case, integers, step_of
+from tests.engine.cpu_kernels.cases import CPU, DTYPES, SLOTS, VOCAB, case, integers, step_of
 
 REQUESTS = 6  # those of `step_of`
 MOST = 9
@@ -72,22 +72,26 @@ def further_passes(rng: torch.Generator) -> list[torch.Tensor]:
     buffers = InputBuffers(MOST, 99, CPU)
     buffers.positions[:] = integers(rng, 0, MAX_MODEL_LEN, 99)
     buffers.seq_lens[:] = integers(rng, 1, MAX_MODEL_LEN + 1, MOST)
-    step = torch.tensor([int(integers(rng, 0, 4, 1))])
-    drafted, states = torch.zeros(MOST, 4, dtype=torch.int64), torch.zeros(MOST, 33)
+    step = integers(rng, 0, 4).long()
     sources = integers(rng, 0, MAX_MODEL_LEN, MOST).long()
-    target_dependent.update_draft_inputs(
-        integers(rng, 0, VOCAB, REQUESTS).long(),
-        step,
-        torch.randn(MOST, 40, generator=rng)[:, :33],
-        drafted,
-        states,
-        buffers,
-        sources,
-        REQUESTS,
-        MAX_MODEL_LEN,
-        4,
-    )
-    return [drafted, states, sources, *_written(buffers)]
+    found = []
+    for dtype in DTYPES:
+        drafted = torch.zeros(MOST, 4, dtype=torch.int64)
+        states = torch.zeros(MOST, 33, dtype=dtype)
+        target_dependent.update_draft_inputs(
+            integers(rng, 0, VOCAB, REQUESTS).long(),
+            step,
+            torch.randn(MOST, 40, generator=rng).to(dtype)[:, :33],
+            drafted,
+            states,
+            buffers,
+            sources,
+            REQUESTS,
+            MAX_MODEL_LEN,
+            4,
+        )
+        found += [drafted, states]
+    return [*found, sources, *_written(buffers)]
 
 
 @case("gpu.spec_decode.standalone_ar.speculator._prepare_prefill_inputs_kernel")

@@ -111,7 +111,7 @@ def test_evictions_before_a_restart_are_not_counted_again(monkeypatch):
     drafter = LookaheadDrafter.__new__(LookaheadDrafter)
     drafter.options = LookaheadOptions(max_nodes=4096, budget=4)
     drafter.is_drafting_rank, drafter.recorder = True, StepRecorder()
-    drafter.max_model_len = 64
+    drafter._model = SimpleNamespace(max_model_len=64)
     scheduler = SimpleNamespace(max_num_seqs=1)
     drafter.begin(SimpleNamespace(scheduler_config=scheduler, parallel_config=None), None)
     assert drafter.recorder.take_report().evictions == 0

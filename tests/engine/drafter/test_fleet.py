@@ -126,7 +126,7 @@ def test_only_the_drafting_rank_shares():
     drafter.options = LookaheadOptions(max_nodes=4096, budget=4, share_with="redis://localhost")
     drafter.is_drafting_rank, drafter._exchange = False, None
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=1))
-    drafter.max_model_len = 64
+    drafter._model = SimpleNamespace(max_model_len=64)
     drafter.begin(config, None)  # type: ignore[arg-type]
     assert drafter._exchange is None
 

@@ -24,16 +24,14 @@ from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.proposers import TestProposer
 
 
-def _copies(monkeypatch: pytest.MonkeyPatch, manager: type) -> GrammarCopies:
-    """With the request "r", whose grammar a `manager` in place of vLLM's compiles."""
+def _copies(monkeypatch: pytest.MonkeyPatch, manager: type, *req_ids: str) -> GrammarCopies:
+    """With these requests or "r", whose grammars a `manager` in place of vLLM's compiles."""
     monkeypatch.setattr(grammar_copies, "StructuredOutputManager", manager)
     copies = GrammarCopies(None)  # type: ignore[arg-type]
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
-    copies.start(
-        SimpleNamespace(  # type: ignore[arg-type]
-            req_id="r", prompt_token_ids=[1], prompt_embeds=None, sampling_params=params
-        )
-    )
+    new = dict(prompt_token_ids=[1], prompt_embeds=None, sampling_params=params)
+    for req_id in req_ids or ["r"]:
+        copies.start(SimpleNamespace(req_id=req_id, **new))  # type: ignore[arg-type]
     return copies
 
 
@@ -52,7 +50,8 @@ def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch):
         def clear_backend(self) -> None:
             self.initialised.clear()
 
-    copies = _copies(monkeypatch, Manager)
+    copies = _copies(monkeypatch, Manager, "r", "ended")
+    copies.finish("ended")
     draft = "r", DraftTree.from_lists([5], [-1]), 4, 4
     assert not len(copies.complete(*draft))
     copies.advance("r", [5])

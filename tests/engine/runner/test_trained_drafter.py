@@ -67,6 +67,15 @@ def test_outputs_are_plain_vllms(method, tmp_path):
         assert drafter_of(llm).counters.moved_tokens > 20
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_chains_have_several_tokens_in_16_bits(dtype, tmp_path):
+    target = save_config(TARGETS["eagle"][0], tmp_path, CONFIGS)
+    options = dict(budget=16, proposer="hybrid", drafter=save_drafter("eagle", tmp_path, 3))
+    with engine(target, options, **SETTINGS, dtype=dtype) as llm:
+        answers = generate_staggered(llm, PROMPTS, PARAMS)
+        assert all(len(answer) == 40 for [answer] in answers)
+
+
 @pytest.mark.parametrize(
     ("method", "name", "others"),
     [
