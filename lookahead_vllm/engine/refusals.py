@@ -89,7 +89,6 @@ def refusals(config: VllmConfig, options: LookaheadOptions) -> Iterator[str]:
 
 def _others(config: VllmConfig, options: LookaheadOptions) -> dict[str, object]:
     """Sentences about settings that are not in the table, and whether they apply."""
-    import torch
     from vllm import envs
 
     from lookahead_vllm.verify import native
@@ -122,7 +121,7 @@ def _others(config: VllmConfig, options: LookaheadOptions) -> dict[str, object]:
         f"{LEAVE_OUT}": on_cpu and model.use_fp64_gumbel,
         f"model {model.model!r} was given with dtype='float16', but on a CPU its recurrent layers "
         f"need float32 or bfloat16; write dtype='bfloat16', or {LEAVE_OUT}": (
-            on_cpu and model.is_hybrid and model.dtype == torch.float16
+            on_cpu and model.is_hybrid and str(model.dtype) == "torch.float16"
         ),
         f"{native.NO_COMPILER}, or {LEAVE_OUT}": on_cpu and native.find_compiler() is None,
         f"model {speculation.model!r} is a draft model, for which vLLM chooses the method "

@@ -6,6 +6,7 @@ second time and advances the copy by itself. A copy that is missing, late or wro
 drafts: the scheduler's grammar makes the masks.
 """
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm.config import VllmConfig
@@ -15,6 +16,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+from lookahead_vllm.engine import patches
 from lookahead_vllm.engine.grammar.tree_walk import GrammarTreeWalk, accept_tokens_one_by_one
 from lookahead_vllm.machine import use_all_cores
 
@@ -83,8 +85,13 @@ class GrammarCopies:
         if self._manager is None or structured.grammar is None:
             self._unread[request_id] = tokens
         elif not isinstance(structured.grammar, Exception):
+            # The scheduler makes no mask for a request that is aborted while a step runs, so its
+            # last tokens may be forbidden, which is no error to be logged.
+            log = logging.getLogger(type(structured.grammar).__module__)
             try:
-                if not self._manager.accept_tokens(request, tokens):
+                with patches.swapped(log, "disabled", True):
+                    accepted = self._manager.accept_tokens(request, tokens)
+                if not accepted:
                     raise ValueError(f"the grammar refuses one of {tokens}")
             except Exception as error:
                 self._give_up(request, error)

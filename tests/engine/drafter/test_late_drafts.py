@@ -1,5 +1,6 @@
 """Late drafts when requests and the device do not behave."""
 
+import logging
 import os
 import threading
 from contextlib import nullcontext
@@ -62,19 +63,22 @@ def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch):
     copies.shutdown()
 
 
-@pytest.mark.parametrize("fails_to", ["accept", "walk"])
-def test_a_copy_of_a_grammar_that_fails_costs_only_drafts(monkeypatch, fails_to):
+@pytest.mark.parametrize("fails_to", ["accept", "raise", "walk"])
+def test_a_copy_of_a_grammar_that_fails_costs_only_drafts(monkeypatch, fails_to, caplog):
+    class Grammar: ...
+
     class Manager:
         def __init__(self, config: Any) -> None:
             self.backend = SimpleNamespace()  # which no walk can begin with
 
         def grammar_init(self, request: Any) -> None:
-            request.structured_output_request.grammar = object()
+            request.structured_output_request.grammar = Grammar()
 
         def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
-            if fails_to == "accept":
+            logging.getLogger(__name__).error("as vLLM does for a token that is refused")
+            if fails_to == "raise":
                 raise RuntimeError("no state")
-            return True
+            return fails_to != "accept"
 
         def clear_backend(self) -> None: ...
 
@@ -83,6 +87,7 @@ def test_a_copy_of_a_grammar_that_fails_costs_only_drafts(monkeypatch, fails_to)
     for _ in range(2):
         copies.advance("r", [5])
         assert not len(copies.complete("r", DraftTree.from_lists([5], [-1]), 4, 4))
+    assert not caplog.records and not logging.getLogger(__name__).disabled
     copies.shutdown()
 
 
