@@ -105,7 +105,7 @@ def load_renderer(model: str) -> ServerRenderer:
     try:
         from lookahead_vllm.cli.server_renderer import ServerRenderer, first_fault
     except ImportError as error:
-        raise OptionError(f"cache build needs vLLM, which cannot be imported: {error}") from None
+        raise OptionError(f"--model needs vLLM, which cannot be imported: {error}") from None
     try:
         return ServerRenderer(model)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -47,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser().parse_args(arguments[:1]).command
     try:
         status: int = importlib.import_module(f"lookahead_vllm.cli.{command}").main(arguments[1:])
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("\ninterrupted; nothing was written", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # of `| head`; what is left goes nowhere, at the interpreter's end too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return status

@@ -33,6 +33,22 @@ def test_help_has_a_line_for_each_command_and_imports_nothing_large():
         assert any(line.split() == [name, *text.split()] for line in lines)
 
 
+def test_a_reader_that_has_enough_is_no_error():
+    """As `| head`: the pipe is closed when the command writes."""
+    done = run(
+        "-c",
+        "import os, sys, types\n"
+        "end, pipe = os.pipe()\n"
+        "os.close(end)\n"
+        "os.dup2(pipe, 1)\n"
+        "from lookahead_vllm.cli.main import main\n"
+        "command = types.SimpleNamespace(main=lambda arguments: print('a row') or 1)\n"
+        "sys.modules['lookahead_vllm.cli.check'] = command\n"
+        "sys.exit(main(['check']))\n",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_version_is_the_package_s(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
