@@ -49,13 +49,16 @@ engine and worker run in other processes, in a pipeline of two stages, or as two
 outputs are compared.
 
 Some rounds have streaming sessions of two to four turns, whose answers are compared turn by turn.
+Their clients may send the next inputs and the end while a turn runs, change parameters, or leave.
+In some rounds, lookahead's engine is paused, or preempts all requests, every few steps.
 Where prefixes are cached, more requests go on after the answers to others.
 
 In some rounds with a trie, prompts go on from earlier ones, or branch from them, as turns of a
 conversation do, with tool results in another spelling.
 
 A draft with an n-gram that its request cannot know, because only another namespace has it, is a
-leak. A leak ends the run, too. Rounds with sessions are not checked for leaks.
+leak, and so is any draft for a request that turned lookahead off. A leak ends the run, too. Rounds
+with sessions are not checked for leaks.
 
 examples:
   scripts/cpu_env.sh .venv/bin/python scripts/fuzz.py --minutes 60

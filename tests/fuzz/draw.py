@@ -1,9 +1,12 @@
 """Draws one round of the fuzzer, a function of its seed alone."""
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from vllm.sampling_params import RepetitionDetectionParams
 
 from tests.fuzz.round import TWO_REPLICAS, TWO_STAGES, Request, Round
 from tests.support.drafters import TARGETS
@@ -50,6 +53,15 @@ SCHEMAS: list[dict[str, Any]] = [
     dict(choice=["the man is in", "the man is on", "nothing", "10, 10, 10"]),
     dict(grammar='root ::= "(" root ")" | item\nitem ::= [a-d]+ ("," item)?'),
     dict(json_object=True),
+    dict(
+        structural_tag=json.dumps(
+            {
+                "type": "structural_tag",
+                "structures": [{"begin": "(", "schema": {"type": "integer"}, "end": ")"}],
+                "triggers": ["("],
+            }
+        )
+    ),
 ]
 
 
@@ -59,6 +71,11 @@ def _ids(rng: random.Random, max_count: int) -> list[int]:
 
 def _text(rng: random.Random) -> str:
     return rng.choice(["the", "in", "an", '": ', "true", "q", "z", "!", " ", "ab", "\n"])
+
+
+def _repetitions(rng: random.Random) -> RepetitionDetectionParams:
+    longest = rng.choice([1, 2, 6])
+    return RepetitionDetectionParams(longest, rng.randint(0, longest), rng.choice([2, 3]))
 
 
 REQUEST_FEATURES: dict[str, tuple[float, Draw]] = {
@@ -76,15 +93,21 @@ REQUEST_FEATURES: dict[str, tuple[float, Draw]] = {
     "stop": (
         0.15,
         lambda r: dict(
-            stop=[_text(r) for _ in range(2)], include_stop_str_in_output=r.random() < 0.5
+            stop=[_text(r), r.choice(["", _text(r)]) + _text(r)],
+            include_stop_str_in_output=r.random() < 0.5,
         ),
     ),
+    "repetition_detection": (0.1, lambda r: dict(repetition_detection=_repetitions(r))),
+    "skip_special_tokens": (0.1, lambda r: dict(skip_special_tokens=False)),
+    "skip_reading_prefix_cache": (0.1, lambda r: dict(skip_reading_prefix_cache=True)),
+    "off": (0.08, lambda r: dict(extra_args={"lookahead_enabled": False})),
     "ignore_eos": (0.4, lambda r: dict(ignore_eos=True)),
     "ban": (0.3, lambda r: dict(extra_args={"ban": r.uniform(0.5, 9)})),
     # For all requests of a round or none: in plain vLLM, a request without a budget can inherit the
     # state of a finished one.
     "thinking_token_budget": (1.0, lambda r: dict(thinking_token_budget=r.randint(0, 24))),
     "logprobs": (0.25, lambda r: dict(logprobs=r.choice([0, 1, 5, -1]))),
+    "flat_logprobs": (0.1, lambda r: dict(flat_logprobs=True)),
     "prompt_logprobs": (0.08, lambda r: dict(prompt_logprobs=r.choice([0, 3]))),
     "logprob_token_ids": (0.3, lambda r: dict(logprob_token_ids=_ids(r, 5))),
 }
@@ -165,7 +188,11 @@ def draw_round(
     # After a preemption, plain vLLM restarts its count of thinking tokens; and a prompt in chunks
     # would start again and again.
     may_reset = model not in HYBRIDS and features.isdisjoint({"thinking", "chunked prefill"})
-    reset_every = rng.choice([2, 5]) if draws.has("resets", 0.15 * may_reset) else 0
+    interruption = ""
+    if draws.has("resets", 0.15 * may_reset):
+        interruption = rng.choice(["resets", *["pauses that clear caches"] * (not elsewhere)])
+    elif draws.has("pauses", 0.15 * (not elsewhere)):
+        interruption = "pauses"
     # Sessions keep KV while they wait, and plain vLLM keeps the thinking tokens of earlier turns.
     may_have_sessions = features.isdisjoint({"thinking", "preemption", "resets"})
     if draws.has("sessions", 0.3 * may_have_sessions):
@@ -182,7 +209,8 @@ def draw_round(
         features,
         drafter,
         elsewhere,
-        reset_every,
+        interruption,
+        rng.choice([2, 5]),
         with_fleet,
     )
 
@@ -255,7 +283,12 @@ def _draw_stress(draws: FeatureDraws, model: str, settings: dict[str, Any]) -> d
     if model not in LATENT and has("chunked prefill", 0.4):
         stress["max_num_batched_tokens"] = rng.choice([24, 48])
         stress["max_num_seqs"] = min(stress["max_num_seqs"], 3)
+        if model not in HYBRIDS and has("long prompts in shorter chunks", 0.4):
+            stress["long_prefill_token_threshold"] = rng.choice([3, 10])
     if model not in HYBRIDS:
+        # There, the step in flight at a stop has changed the state of the next turn.
+        if has("no step ahead", 0.12):
+            stress["async_scheduling"] = False
         stress["enable_prefix_caching"] = has("prefix caching", 0.4)
     if has("priority scheduling", 0.3):
         stress["scheduling_policy"] = "priority"
@@ -327,7 +360,9 @@ def _add_conversations(rng: random.Random, requests: list[Request], max_model_le
         request.arrival = other.arrival + rng.randint(0, 60)
         if rng.random() < 0.5:
             request.features.add("tool results")
-            request.spellings = [_draw_tokens(rng, rng.randint(1, 100))]
+            request.spellings = [
+                _draw_tokens(rng, rng.randint(0, 100)) for _ in range(rng.choice([1, 1, 3]))
+            ]
 
 
 def _add_sessions(
@@ -342,12 +377,11 @@ def _add_sessions(
         for request in requests
         if request.embedded is None
         and request.structured is None  # plain vLLM keeps the grammar of the first turn
-        and request.abort_after is None
         and request.params.keys().isdisjoint({"n", "prompt_logprobs"})
     ]
     for request in rng.sample(possible, -(-len(possible) // 3)):
         request.turns = [_draw_tokens(rng, rng.randint(1, 6)) for _ in range(rng.randint(1, 3))]
-        request.queued = rng.random() < 0.5
+        request.hurry_after = rng.choice([None, 0, rng.randint(1, 12)])
         request.streamed = True
         request.features.add("streaming session")
         params = request.params
@@ -369,6 +403,22 @@ def _add_sessions(
         room = (max_model_len - 8 - length) // (1 + len(request.turns))
         params["max_tokens"] = min(params["max_tokens"], room)
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
+        if rng.random() < 0.5:
+            request.features.add("changed parameters")
+            request.changes = [_changed(rng, params["max_tokens"]) for _ in request.turns]
+
+
+def _changed(rng: random.Random, most: int) -> dict[str, Any]:
+    """Parameters that another turn of a session has."""
+    sampling = rng.choice([dict(temperature=0.0), dict(temperature=0.8, seed=rng.randrange(10**6))])
+    return {
+        **sampling,
+        "max_tokens": rng.randint(1, most),
+        "min_tokens": 0,
+        "top_k": rng.choice([0, 3, 20]),
+        "frequency_penalty": rng.choice([0.0, 0.0, 1.0]),
+        "extra_args": rng.choice([{}, {"lookahead_enabled": False}]),
+    }
 
 
 def _tenants(rng: random.Random, disjoint: bool) -> list[Tenant]:
@@ -408,12 +458,15 @@ def _draw_request(
 ) -> Request:
     # Half of the prompts share a prefix with their tenant's others; some repeat themselves.
     prompt = tenant.prefix[: rng.randint(0, len(tenant.prefix))] if rng.random() < 0.5 else []
-    prompt = prompt + _draw_tokens(rng, rng.randint(2, 24), tenant.vocabulary)
+    prompt = prompt + _draw_tokens(rng, rng.randint(1, 24), tenant.vocabulary)
     if rng.random() < 0.3:
         prompt = prompt + prompt[: rng.randint(1, len(prompt))]
+    is_longest = rng.random() < 0.04
+    if is_longest:
+        prompt = prompt * settings["max_model_len"]
     if "thinking" in features and rng.random() < 0.6:
         prompt.insert(rng.randrange(len(prompt)), THINK)
-    prompt = prompt[: settings["max_model_len"] - 8]
+    prompt = prompt[: settings["max_model_len"] - (rng.randint(1, 3) if is_longest else 8)]
     request = Request(
         prompt,
         params=dict(max_tokens=rng.choice([1, 3, 12, 40, 40, 60])),

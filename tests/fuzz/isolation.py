@@ -58,6 +58,7 @@ class LeakDetector:
     ) -> None:
         self._requests = requests
         accepted = lookahead.get("client_options", "all")
+        self._may_be_off = accepted != "none"
         self._references = [[] for _ in references] if accepted == "none" else references
         self._share = lookahead.get("share", "none")
         self._accepts_namespaces = accepted == "all"
@@ -96,10 +97,14 @@ class LeakDetector:
         """The first leak of each tree."""
         shared: defaultdict[object, tuple[Pairs, Pairs]] = defaultdict(lambda: (set(), set()))
         for request_id, output in self._outputs.items():
+            if self._is_off(request_id):
+                continue
             _learn(shared[self._namespace(request_id)], self._stretches(request_id)[-1], output)
 
         @cache
         def known(request_id: str) -> tuple[Pairs, Pairs]:
+            if self._is_off(request_id):
+                return set(), set()
             pairs, skips = (set(known) for known in shared[self._namespace(request_id)])
             *others, last = self._stretches(request_id)
             for stretch in [*others, last + self._outputs.get(request_id, [])]:
@@ -144,6 +149,10 @@ class LeakDetector:
             goes_on = begins == own.known_prompt[: len(begins)]
             if other is own or (goes_on and self._namespace(other_id) == namespace):
                 yield from other.spellings
+
+    def _is_off(self, request_id: str) -> bool:
+        """Whether the request turned lookahead off: it gets no draft, and nobody learns from it."""
+        return self._may_be_off and "off" in self._requests[request_index(request_id)].features
 
     def _namespace(self, request_id: str) -> object:
         if self._share == "all":

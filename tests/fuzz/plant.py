@@ -9,7 +9,9 @@ from unittest import mock
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from lookahead_vllm.engine.scheduler.scheduler import LookaheadScheduler
 from lookahead_vllm.engine.step import sampler
+from lookahead_vllm.engine.workers.cpu import LookaheadCPUWorker
 from lookahead_vllm.options import request as request_options
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from tests.fuzz.play import Rounds
@@ -77,6 +79,32 @@ def _shifted(own: Any, impl: Any, layer: Any, *given: Any) -> None:
     own(impl, layer, key, value, kv_cache, slots)
 
 
+def _without_repetition_detection(add_request: Any) -> Any:
+    def wrong(self: Any, request: Any) -> None:
+        request.sampling_params.repetition_detection = None
+        add_request(self, request)
+
+    return wrong
+
+
+def _ends_the_turn_that_runs(add_request: Any) -> Any:
+    def wrong(self: Any, request: Any) -> None:
+        if (session := self.requests.get(request.request_id)) and request.resumable:
+            session.max_tokens = request.max_tokens
+        add_request(self, request)
+
+    return wrong
+
+
+def _clears_kv(pause: Any) -> Any:
+    def wrong(self: Any) -> None:
+        pause(self)
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+
+    return wrong
+
+
 Patch = tuple[Any, str, Callable[[Any], Any]]
 """The object and the attribute that are replaced, and the wrapper of the original."""
 
@@ -85,6 +113,14 @@ BUGS: dict[str, list[Patch]] = {
     "mask": [(TreeBatch, "build", _wrong_mask_bit)],
     # One namespace for all requests.
     "namespace": [(request_options, "shared_namespace", _one_namespace)],
+    # A request that turns lookahead off gets drafts.
+    "off": [(request_options, "_enabled", lambda _: lambda *_: True)],
+    # Repetitions end no request.
+    "repetition": [(LookaheadScheduler, "add_request", _without_repetition_detection)],
+    # An input that a session sends early shortens the answer to the one before.
+    "early input": [(LookaheadScheduler, "add_request", _ends_the_turn_that_runs)],
+    # A pause clears the KV cache of requests that go on.
+    "pause": [(LookaheadCPUWorker, "synchronize_device", _clears_kv)],
     # Nodes are sampled with the noise of the next position.
     "noise": [(sampler.RootSampler, "sample", _noise_of_the_next_position)],
     # In an fp8 cache, K and V of a rejected node are not overwritten.

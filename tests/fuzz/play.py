@@ -2,7 +2,7 @@
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -81,11 +81,12 @@ def play(
     requests: Sequence[Request],
     adapters: Sequence[LoRARequest],
     references: Sequence[Sequence[list[int]]] = (),
-    reset_every: int = 0,
+    interruption: str = "",
+    interrupt_every: int = 1,
 ) -> list[Reply]:
     """Send each request before its arrival step, and run the engine until all have finished.
 
-    After every `reset_every` steps, all requests are preempted and start again.
+    After every `interrupt_every` steps comes the interruption, one of INTERRUPTIONS.
     """
     core = llm.llm_engine
     replies = [Reply() for _ in requests]
@@ -114,20 +115,35 @@ def play(
             request, reply = requests[i], replies[i]
             if i in sessions:
                 reply.add(output, request.streamed, sessions[i].turn)
-                if output.outputs[0].finish_reason is not None:
-                    sessions[i].end_turn()
-                continue
-            reply.add(output, request.streamed)
+                sessions[i].read(output.outputs[0])
+            else:
+                reply.add(output, request.streamed)
             longest = max(len(a.tokens) for a in reply.answers.values())
             abort = request.abort_after is not None and longest >= request.abort_after
             if abort and not output.finished:
                 core.abort_request([output.request_id])
         step += 1
-        if reset_every and step % reset_every == 0:
-            core.reset_prefix_cache(reset_running_requests=True)
+        if interruption and step % interrupt_every == 0:
+            INTERRUPTIONS[interruption](llm)
         if step > MAX_STEPS:
             raise RuntimeError(f"requests still run after {step} steps of the engine")
     return replies
+
+
+def _pause_or_resume(llm: LLM, clear_cache: bool = False) -> None:
+    core = llm.llm_engine.engine_core.engine_core
+    if core.is_scheduler_paused():
+        core.resume_scheduler()
+    else:
+        core.pause_scheduler("keep", clear_cache)
+
+
+INTERRUPTIONS: dict[str, Callable[[LLM], object]] = {
+    # All requests are preempted, and start again.
+    "resets": lambda llm: llm.llm_engine.reset_prefix_cache(reset_running_requests=True),
+    "pauses": _pause_or_resume,
+    "pauses that clear caches": partial(_pause_or_resume, clear_cache=True),
+}
 
 
 def _options(request: Request, adapters: Sequence[LoRARequest]) -> dict[str, Any]:
@@ -176,37 +192,44 @@ class Session:
         self._name = str(index)
         self._id: str | None = None
         self._inputs = [
-            _prompt(llm, replace(request, prompt=list(tokens)))  # vLLM may extend it
-            for tokens in (request.prompt, *request.turns)
+            (_prompt(llm, replace(turn, prompt=list(turn.prompt))), _params(turn, references))
+            for turn in _inputs(request)  # vLLM may extend a prompt
         ]
-        self._params = _params(request, references)
+        self._first_params = self._inputs[0][1]
+        self._hurry_after = request.hurry_after
+        self._length, self._is_closed = 0, False
         self._options: dict[str, Any] = dict(
             supported_tasks=self._engine.get_supported_tasks(), **_options(request, adapters)
         )
         self._send()
-        while request.queued and self._inputs:
-            self._send()
-        if request.queued:
-            self._close()
+        self._hurry()
 
-    def end_turn(self) -> None:
-        """Send what comes after the answer that has ended: the next input or the session's end."""
-        self.turn += 1
-        if self._inputs:
+    def read(self, output: Any) -> None:
+        """Send what comes after this output of a turn."""
+        self._length += len(output.token_ids)  # sessions are streamed
+        self._hurry()
+        if output.finish_reason is not None:
+            self.turn, self._length = self.turn + 1, 0
             self._send()
-        elif self._id in self._engine.output_processor.request_states:
-            self._close()
+
+    def _hurry(self) -> None:
+        while self._hurry_after is not None and self._length >= self._hurry_after:
+            if self._is_closed:
+                break
+            self._send()
 
     def _send(self) -> None:
-        self._add(self._inputs.pop(0), resumable=True)
+        """The next input, or the end: vLLM ends a session at a request that is not resumable, and
+        ignores its prompt."""
+        if self._inputs:
+            self._add(*self._inputs.pop(0), resumable=True)
+        elif not self._is_closed:
+            self._is_closed = True
+            self._add(TokensPrompt(prompt_token_ids=[0]), self._first_params, resumable=False)
 
-    def _close(self) -> None:
-        """vLLM ends a session at a request that is not resumable, and ignores its prompt."""
-        self._add(TokensPrompt(prompt_token_ids=[0]), resumable=False)
-
-    def _add(self, prompt: TokensPrompt, resumable: bool) -> None:
+    def _add(self, prompt: TokensPrompt, params: SamplingParams, resumable: bool) -> None:
         request = self._engine.input_processor.process_inputs(
-            self._id or self._name, prompt, self._params, resumable=resumable, **self._options
+            self._id or self._name, prompt, params, resumable=resumable, **self._options
         )
         if self._id is None:
             self._engine.input_processor.assign_request_id(request)
@@ -307,7 +330,12 @@ class Rounds:
                 with self._engine(round_, lookahead, **round_.stress) as llm:
                     for _ in range(engine_passes):
                         replies = play(
-                            llm, requests, self._adapters, references, round_.reset_every
+                            llm,
+                            requests,
+                            self._adapters,
+                            references,
+                            round_.interruption,
+                            round_.interrupt_every,
                         )
                     counters = counters_of(llm) if round_.processes else drafter_of(llm).counters
                     played.replies, played.counters = replies, counters
@@ -417,17 +445,27 @@ class Rounds:
             yield llm
 
 
+def _inputs(request: Request) -> list[Request]:
+    """Of a session: the prompt and the parameters of each turn."""
+    changes = [{}, *(request.changes or [{} for _ in request.turns])]
+    return [
+        replace(request, prompt=tokens, params={**request.params, **changed}, turns=[])
+        for tokens, changed in zip([request.prompt, *request.turns], changes, strict=True)
+    ]
+
+
 def _turns(request: Request, reply: Reply) -> list[tuple[Request, list[int]]]:
     """Of a session: each turn as a request that does not stop there, and its answer."""
     turns: list[tuple[Request, list[int]]] = []
     if not request.turns:
         return turns
     context: list[int] = []
-    params = {k: v for k, v in request.params.items() if k not in ("stop_token_ids", "min_tokens")}
-    params.update(max_tokens=request.params["max_tokens"] + 8, ignore_eos=True)
-    for turn, answer in zip([request.prompt, *request.turns], reply.answers.values(), strict=False):
-        context = context + turn
-        alone = replace(request, prompt=context, params=params, arrival=0, turns=[])
+    ends = ("stop_token_ids", "min_tokens", "repetition_detection")
+    for turn, answer in zip(_inputs(request), reply.answers.values(), strict=False):
+        context = context + turn.prompt
+        params = {k: v for k, v in turn.params.items() if k not in ends}
+        params.update(max_tokens=turn.params["max_tokens"] + 8, ignore_eos=True)
+        alone = replace(turn, prompt=context, params=params, arrival=0, abort_after=None)
         turns.append((alone, answer.tokens))
         context = context + answer.tokens[:-1]  # vLLM drops the last token of each turn
     return turns

@@ -39,7 +39,8 @@ class Reply:
 
         The answer to each turn of a session is an answer of its own.
         """
-        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        if output.prompt_logprobs:
+            self.prompt_logprobs = list(output.prompt_logprobs)  # it may be a FlatLogprobs
         for part in output.outputs:
             answer = self.answers.setdefault(turn + part.index, Answer())
             if streamed:

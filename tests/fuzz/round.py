@@ -35,8 +35,11 @@ class Request:
     """The seed of random embeddings; without it, they are those of the prompt's tokens."""
     turns: list[list[int]] = field(default_factory=list)
     """Of a streaming session: the inputs after the prompt, one after each answer."""
-    queued: bool = False
-    """A session's inputs are sent at once, not each when the answer before it has ended."""
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """By such an input: the parameters that it changes."""
+    hurry_after: int | None = None
+    """Once an answer has so many tokens, all other inputs of a session are sent, and its end; if
+    None, each is sent when the answer before it has ended."""
 
     @property
     def known_prompt(self) -> list[int]:
@@ -75,8 +78,10 @@ class Round:
     features: set[str]
     drafter: str = ""
     processes: str = ""
-    reset_every: int = 0
-    """After so many steps, the lookahead engine preempts all requests; 0 is never."""
+    interruption: str = ""
+    """What the lookahead engine is told while it runs, one of `play.INTERRUPTIONS`, or ""."""
+    interrupt_every: int = 1
+    """It is told so after every so many steps."""
     fleet: bool = False
     """The requests are sent to one lookahead engine, and then to another one that starts with what
     the first has shared."""

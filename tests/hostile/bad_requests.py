@@ -93,6 +93,42 @@ def generate(xargs: str, **fields: Any) -> bytes:
     return _body({**body, **fields}, xargs=xargs)
 
 
+FUNCTION = {
+    "name": "f",
+    "parameters": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 24}}},
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+
+
+def tool_messages(result: Any) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": result},
+    ]
+
+
+def with_tool_result(path: str, value: str) -> bytes:
+    """A request with tools, and with this JSON text as the result of a call."""
+    if path == "/v1/chat/completions":
+        fields = dict(messages=tool_messages("@value"), tools=TOOLS, max_tokens=2)
+    elif path == "/v1/responses":
+        call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": "1", "output": "@value"}
+        tools = [{"type": "function", **FUNCTION}]
+        fields = dict(input=[call, result], tools=tools, max_output_tokens=2)
+    else:
+        use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": "@value"}
+        turns = [("user", "a"), ("assistant", [use]), ("user", [result])]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        tools = [{"name": "f", "input_schema": FUNCTION["parameters"]}]
+        fields = dict(messages=messages, tools=tools, max_tokens=2)
+    return _body(fields, value=value)
+
+
+WITH_TOOLS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 ENDPOINTS = {
     "/v1/completions": completion,
     "/v1/chat/completions": chat,
@@ -121,6 +157,7 @@ VALUES: dict[str, str] = {
     "lone surrogates in a list": r'["a", "\udfff"]',
     "emoji": '"\U0001f600\U0001f468\u200d\U0001f469"',
     "a text of 1 MB": json.dumps("x" * 1_000_000),
+    "the number of an empty line": '"1: "',
     "an empty list": "[]",
     "an empty dict": "{}",
     "a list in a list": "[[5]]",
@@ -220,6 +257,9 @@ def every_value() -> Iterator[Request]:
         body = predicted(f'{{"type": "content", "content": {value}}}')
         expected = _of_content(value)
         yield Request(f"prediction: {value_name}", "/v1/chat/completions", body, expected)
+        for path in WITH_TOOLS:
+            body = with_tool_result(path, value)
+            yield Request(f"tool result: {value_name}", path, body, "either")
 
 
 def _of_content(value: str) -> Expected:

@@ -6,9 +6,12 @@ import random
 import socket
 import struct
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
+
+from tests.hostile.bad_requests import TOOLS, tool_messages
 
 TIMEOUT_SECONDS = 300.0
 """A server hangs if it does not answer within this time."""
@@ -108,11 +111,32 @@ def good_request(rng: random.Random, max_tokens: int) -> dict[str, Any]:
     }
 
 
-async def stream(port: int, request: dict[str, Any]) -> list[int]:
-    """Send a good request; RuntimeError unless it gets all its tokens."""
+def good_chat(rng: random.Random, max_tokens: int) -> dict[str, Any]:
+    """Draw a reproducible request of an agent, with tools and the results of calls."""
+    texts = ["".join(rng.choices('ab1: \n"{', k=rng.randint(0, 40))) for _ in range(3)]
+    request = good_request(rng, max_tokens)
+    del request["prompt"], request["return_token_ids"]
+    if "vllm_xargs" not in request:  # which has a reference
+        request["prediction"] = {"type": "content", "content": texts[0]}
+    return {
+        **request,
+        "messages": tool_messages([{"type": "text", "text": text} for text in texts]),
+        "tools": TOOLS,
+        "tool_choice": rng.choice(["auto", "required"]),
+        "ignore_eos": False,
+    }
+
+
+async def stream(port: int, request: dict[str, Any]) -> list[Any]:
+    """Send a good request; RuntimeError unless it gets all its tokens.
+
+    A chat's answer is the text of its fields.
+    """
     tokens: list[int] = []
+    is_chat, fields = "messages" in request, defaultdict[str, str](str)
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
     async with asyncio.timeout(TIMEOUT_SECONDS), connected(port) as (reader, writer):
-        writer.write(http_message("/v1/completions", json.dumps(request).encode()))
+        writer.write(http_message(path, json.dumps(request).encode()))
         status = await read_head(reader)
         if status != 200:
             raise RuntimeError(f"a good request was answered with {status}")
@@ -122,7 +146,19 @@ async def stream(port: int, request: dict[str, Any]) -> list[int]:
             chunk = json.loads(line[6:])
             if "error" in chunk:
                 raise RuntimeError(f"a good request failed: {line[:300]!r}")
-            tokens += chunk["choices"][0]["token_ids"] or ()
+            (choice,) = chunk["choices"]
+            if not is_chat:
+                tokens += choice["token_ids"] or ()
+                continue
+            fields["finish"] += choice["finish_reason"] or ""
+            fields["content"] += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls") or ():
+                for name, text in call["function"].items():
+                    fields[f"{call['index']} {name}"] += text or ""
+    if is_chat:
+        if not fields["finish"]:
+            raise RuntimeError("a good chat was answered without an end")
+        return sorted(fields.items())
     if len(tokens) != request["max_tokens"]:
         raise RuntimeError(f"a good request was answered with {len(tokens)} tokens")
     return tokens
@@ -147,50 +183,53 @@ def long_stream(rng: random.Random, **fields: Any) -> bytes:
         "seed": rng.randrange(2**31),
         "vllm_xargs": {"lookahead_reference": rng.choices(range(5, 128), k=64)},
     }
-    return json.dumps({**request, **fields}).encode()
+    return http_message("/v1/completions", json.dumps({**request, **fields}).encode())
+
+
+def long_chat(rng: random.Random) -> bytes:
+    """A stream that a parser reads."""
+    return http_message("/v1/chat/completions", json.dumps(good_chat(rng, 64)).encode())
 
 
 Act = Callable[[int, bytes, random.Random], Awaitable[None]]
 
 
-async def cut_before_a_request(port: int, body: bytes, rng: random.Random) -> None:
+async def cut_before_a_request(port: int, message: bytes, rng: random.Random) -> None:
     async with connected(port) as (_, writer):
         if rng.random() < 0.5:
             reset(writer)
 
 
-async def cut_in_its_headers(port: int, body: bytes, rng: random.Random) -> None:
-    message = http_message("/v1/completions", body)
+async def cut_in_its_headers(port: int, message: bytes, rng: random.Random) -> None:
     async with connected(port) as (_, writer):
         writer.write(message[: rng.randrange(1, message.index(b"\r\n\r\n"))])
         await asyncio.sleep(0.05)
 
 
-async def cut_in_its_body(port: int, body: bytes, rng: random.Random) -> None:
-    message = http_message("/v1/completions", body)
+async def cut_in_its_body(port: int, message: bytes, rng: random.Random) -> None:
     async with connected(port) as (_, writer):
         writer.write(message[: rng.randrange(message.index(b"\r\n\r\n") + 4, len(message))])
         await asyncio.sleep(0.05)
 
 
-async def cut_before_the_answer(port: int, body: bytes, rng: random.Random) -> None:
+async def cut_before_the_answer(port: int, message: bytes, rng: random.Random) -> None:
     async with connected(port) as (_, writer):
-        writer.write(http_message("/v1/completions", body))
+        writer.write(message)
         await asyncio.sleep(rng.uniform(0, 0.02))
         if rng.random() < 0.5:
             reset(writer)
 
 
-async def cut_in_the_answers_headers(port: int, body: bytes, rng: random.Random) -> None:
+async def cut_in_the_answers_headers(port: int, message: bytes, rng: random.Random) -> None:
     async with connected(port) as (reader, writer):
-        writer.write(http_message("/v1/completions", body))
+        writer.write(message)
         await reader.read(rng.randrange(1, 40))
         reset(writer)
 
 
-async def cut_in_the_stream(port: int, body: bytes, rng: random.Random) -> None:
+async def cut_in_the_stream(port: int, message: bytes, rng: random.Random) -> None:
     async with connected(port) as (reader, writer):
-        writer.write(http_message("/v1/completions", body))
+        writer.write(message)
         for _ in range(rng.randrange(6, 30)):
             if not await reader.readline():
                 break
@@ -198,9 +237,9 @@ async def cut_in_the_stream(port: int, body: bytes, rng: random.Random) -> None:
             reset(writer)
 
 
-async def read_slowly(port: int, body: bytes, rng: random.Random) -> None:
+async def read_slowly(port: int, message: bytes, rng: random.Random) -> None:
     async with connected(port, receive_buffer=2048) as (reader, writer):
-        writer.write(http_message("/v1/completions", body))
+        writer.write(message)
         for _ in range(80):
             await asyncio.sleep(0.05)
             if not await reader.read(64):
@@ -220,8 +259,8 @@ CUTS: dict[str, Act] = {
 }
 
 
-async def perform(port: int, act: Act, body: bytes, rng: random.Random) -> None:
+async def perform(port: int, act: Act, message: bytes, rng: random.Random) -> None:
     """Perform the act; the server may end the connection."""
     with suppress(ConnectionError, asyncio.IncompleteReadError):
         async with asyncio.timeout(TIMEOUT_SECONDS):
-            await act(port, body, rng)
+            await act(port, message, rng)

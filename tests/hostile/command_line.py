@@ -18,8 +18,8 @@ DESCRIPTION = (
 EPILOG = """\
 Two real servers of a tiny model in float32 are started, one with lookahead and one without. Clients
 send wrong types, nested and huge values, lone surrogates, token ids out of range, references at
-and over each limit, and a new namespace each; they cut connections in every state, read slowly and
-abort streams.
+and over each limit, tool results of any kind, and a new namespace each; they cut connections in
+every state, read slowly and abort streams.
 
 Each of these is required, and a violation if it does not hold:
   - a bad request gets a status of 400 to 499 and one sentence, in less than 2 KB and 5 s;

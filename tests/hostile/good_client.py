@@ -9,12 +9,17 @@ from tests.hostile.report import Report
 from tests.hostile.watch import Watch
 
 Good: TypeAlias = dict[str, Any]
-Answer: TypeAlias = list[int]
-"""Token ids."""
+Answer: TypeAlias = list[Any]
+"""Token ids, or the text of each field of a chat's answer."""
 
 NUM_KNOWN = 24
 BATCH_SIZES = (1, 2, 4, 8, 16)
 """If an answer differs, plain vLLM is asked again in batches of these sizes."""
+
+
+def _drawn(rng: random.Random, max_tokens: int) -> Good:
+    draw = rng.choice([clients.good_request, clients.good_chat])
+    return draw(rng, max_tokens)
 
 
 class GoodClient:
@@ -31,7 +36,7 @@ class GoodClient:
     async def ask_plain(self, rng: random.Random) -> None:
         """Draw the known requests, and get plain vLLM's answers."""
         for _ in range(NUM_KNOWN):
-            request = clients.good_request(rng, max_tokens=48)
+            request = _drawn(rng, max_tokens=48)
             self._known.append((request, await clients.stream(self._plain.port, request)))
 
     async def ask_all_known(self) -> None:
@@ -47,7 +52,7 @@ class GoodClient:
 
     async def ask_new(self, rng: random.Random) -> None:
         """Send both servers a request that neither knows."""
-        request = clients.good_request(rng, max_tokens=128)
+        request = _drawn(rng, max_tokens=128)
         answers = [await self._answer(watch, request) for watch in (self._lookahead, self._plain)]
         if None not in answers:
             await self._compare(request, *answers)

@@ -32,7 +32,9 @@ class HostileActions:
             "largest references": [bad_requests.at_the_limit(rng) for _ in range(12)],
         }
         self._streams = [clients.long_stream(rng) for _ in range(50)]
+        self._streams += [clients.long_chat(rng) for _ in range(50)]
         self._wide = [clients.long_stream(rng, n=4, logprobs=5, max_tokens=200) for _ in range(5)]
+        self._wide += [clients.long_chat(rng) for _ in range(5)]
 
     def draw(self, rng: random.Random) -> tuple[str, Action]:
         """A kind and an action."""
@@ -44,13 +46,13 @@ class HostileActions:
             return kind, bad_requests.in_a_new_namespace(rng)
         if kind in self._requests:
             return kind, rng.choice(self._requests[kind])
-        body = rng.choice(self._wide if kind == "slow" else self._streams)
+        message = rng.choice(self._wide if kind == "slow" else self._streams)
         if kind == "cut":
             name = rng.choice(sorted(CUTS))
-            return name, (CUTS[name], body)
+            return name, (CUTS[name], message)
         if kind == "slow":
-            return "read slowly", (clients.read_slowly, body)
-        return "aborted streams", (clients.cut_in_the_stream, body)
+            return "read slowly", (clients.read_slowly, message)
+        return "aborted streams", (clients.cut_in_the_stream, message)
 
 
 class Load:
@@ -118,8 +120,8 @@ class Load:
 
     async def _one_hostile(self, action: Action, rng: random.Random) -> None:
         if not isinstance(action, Request):
-            act, body = action
-            await clients.perform(self._lookahead.port, act, body, rng)
+            act, message = action
+            await clients.perform(self._lookahead.port, act, message, rng)
             return
         reply = await clients.ask(self._lookahead.port, action.path, action.body)
         for fault in faults_of(action, reply):

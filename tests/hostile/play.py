@@ -28,6 +28,7 @@ from tests.support.tokenizer import save_tokenizer
 FLAGS = (
     *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)),
     *("--served-model-name", bad_requests.MODEL, "--enable-scale-out"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--shutdown-timeout", "10"),  # else vLLM kills the worker, which then saves no cache
 )
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", PLAIN_V2: "1"}
