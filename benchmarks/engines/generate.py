@@ -161,6 +161,19 @@ def warm_up(engine: Any, prompts: Sequence[list[int]], batch_size: int) -> None:
     answer(engine, random_prompts, [params] * len(random_prompts), batch_size)
 
 
+def check_guided(generations: Sequence[Generation], answers: Sequence[Sequence[int]]) -> None:
+    """Raise RuntimeError if an answer is not the beginning of the recorded one."""
+    pairs = [
+        (g.token_ids, list(a[: len(g.token_ids)]))
+        for g, a in zip(generations, answers, strict=True)
+    ]
+    if wrong := sum(found != expected for found, expected in pairs):
+        raise RuntimeError(
+            f"{wrong} of {len(pairs)} answers are not the recorded ones: the guide does not reach "
+            "all steps, and the speed says nothing"
+        )
+
+
 def run(job: Job, turns: Iterable[dict[str, Any]], emit: Emit) -> None:
     """Start an engine, warm it up, and answer the prompts of each turn."""
     from vllm import LLM, SamplingParams
@@ -203,6 +216,8 @@ def run(job: Job, turns: Iterable[dict[str, Any]], emit: Emit) -> None:
             turn["batch_size"],
             lambda done: emit("finished", done=done),
         )
+        if job.answers is not None:
+            check_guided(generations, [job.answers[index] for index in chosen])
         emit("answer", answer=asdict(Turn(generations, seconds, full_seconds, dtype)))
 
 

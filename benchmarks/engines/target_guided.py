@@ -8,12 +8,13 @@ drafts that the real model would have accepted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from lookahead_vllm.engine import patches
 from lookahead_vllm.verify.transfer import to_device
 
 LIKELIEST = 1e4
@@ -107,6 +108,34 @@ def _guide_second(runner: Any, guide: Guide) -> None:
             runner.model.compute_logits = compute_logits
 
     runner.execute_model, runner.sample = execute_model, sample
+    if getattr(runner.cudagraph_manager, "tails", None):
+        _guide_tails(runner, guide, texts)
+
+
+def _guide_tails(runner: Any, guide: Guide, texts: torch.Tensor) -> None:
+    """Capture lookahead's tails again: in the graphs, logits are computed, raised and sampled."""
+    manager, model = runner.cudagraph_manager, runner.model
+    make_tail, compute_logits = manager.make_tail, model.compute_logits
+
+    def make_guided(desc: Any, num_choices: int) -> Callable[[], Any]:
+        launch = make_tail(desc, num_choices)
+        rows, _ = runner._shape.rows_in_graph(desc)
+
+        def guided(hidden: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = compute_logits(hidden)
+            guide.raise_logits(logits, texts[rows.entries], rows.positions)
+            return logits
+
+        def guided_launch() -> Any:
+            with patches.swapped(model, "compute_logits", guided):
+                return launch()
+
+        return guided_launch
+
+    manager.make_tail = make_guided
+    with torch.inference_mode():
+        manager.capture_tails()
+    assert manager.tails, "the log has the reason"
 
 
 class Guide:

@@ -18,11 +18,13 @@ from lookahead_vllm.verify.latent import LatentCall, latent_attention
 from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from lookahead_vllm.verify.moves.triton import PagedKVMover
+from lookahead_vllm.verify.place import Placer
 from lookahead_vllm.verify.walk.triton import walk_rows
 
 attention_cases: Any = import_module("tests.support.attention_cases")
 latent_cases: Any = import_module("tests.support.latent_cases")
 test_history: Any = import_module("tests.verify.history.test_history")
+test_place: Any = import_module("tests.verify.place.test_place")
 test_moves: Any = import_module("tests.verify.moves.test_triton")
 test_walk: Any = import_module("tests.verify.walk.test_walk")
 
@@ -32,6 +34,7 @@ Found = dict[str, Any]
 
 def checks() -> Iterator[tuple[str, Callable[[], Found]]]:
     """Names, and functions that check a kernel."""
+    yield "rows of a step", check_place
     yield "walk", check_walk
     yield "KV moves", check_moves
     for dtype in (torch.bfloat16, torch.float32):
@@ -48,6 +51,20 @@ def _moved(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(DEVICE)
     return type(value)(*map(_moved, value)) if isinstance(value, tuple) else value
+
+
+def check_place() -> Found:
+    for seed in range(24):
+        groups, is_long = 1 + seed % 2, seed % 3 == 0
+        most_requests = 1 if is_long else test_place.ENTRIES
+        case = test_place.random_case(seed, 70 if is_long else 9, groups, most_requests)
+        blocks = tuple(map(_moved, case.table.blocks))
+        table = type(case.table)(*map(_moved, case.table[:3]), blocks, case.table.block_sizes)
+        rows, lengths = _moved(test_place.stale_rows(groups)), _moved(test_place.no_lengths())
+        packed, *counts = test_place.arguments_of(case)
+        Placer(table, rows).place(_moved(packed), *counts, lengths)
+        test_place.check(case, type(rows)(*(part.cpu() for part in rows)), lengths.cpu())
+    return {}
 
 
 def check_walk() -> Found:

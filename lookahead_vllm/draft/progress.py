@@ -18,8 +18,8 @@ NOT_COUNTED = -1
 """In place of spans before `count_tokens`."""
 _NO_STOP = -1
 MAX_STOPS = 16
-"""So many of a request's stop tokens are looked for, because each token is compared with all of them,
-and a request may name the whole vocabulary. What a step holds behind another one is learned, too."""
+"""So many of a request's stop tokens are looked for: each token is compared with all of them, and a
+request may name the whole vocabulary. What a step holds behind another one is learned, too."""
 
 NUM_ALTERNATIVES = 4
 """A trained drafter's likeliest tokens at each depth of its chain; the first is the chain's."""

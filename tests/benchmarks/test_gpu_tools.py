@@ -31,7 +31,9 @@ def test_every_case_is_checked_against_attention_by_the_book(monkeypatch):
     assert case.Case([20], [9], fp8=True, heads_first=True).error("reference") < 1e-2
 
 
-@pytest.mark.parametrize("name", ["penalties", "bad words", "thinking", "latent", "choices"])
+@pytest.mark.parametrize(
+    "name", ["rows", "penalties", "bad words", "thinking", "latent", "choices"]
+)
 def test_the_other_kernels_are_checked(name, monkeypatch):
     """Those of a CPU stand in for them."""
     monkeypatch.setattr(other_kernels, "DEVICE", "cpu")

@@ -9,12 +9,16 @@ from vllm import SamplingParams
 from benchmarks.engines.generate import Job, run
 from benchmarks.engines.target_guided import follow
 from lookahead_vllm.engine import plugin
-from tests.support.driving import drafter_of, engine, generate, random_prompts
+from tests.support import graph_engine
+from tests.support.driving import drafter_of, engine, generate, random_prompts, runner_of
 
 
-@pytest.mark.parametrize("lookahead", [None, {"budget": 8}], ids=["plain", "lookahead"])
-def test_a_guided_model_generates_the_recorded_answers(lookahead, llama, monkeypatch):
+@pytest.mark.parametrize("mode", ["plain", "lookahead", "graphs"])
+def test_a_guided_model_generates_the_recorded_answers(mode, llama, monkeypatch):
     monkeypatch.delenv(plugin.PLAIN_V2)  # as in benchmarks
+    lookahead = None if mode == "plain" else {"budget": 8}
+    if mode == "graphs":
+        graph_engine.enable(monkeypatch)
     rng = np.random.default_rng(0)
     prompts = random_prompts(5, 30, seed=21)
     # Each answer repeats a phrase, so that there is something to draft.
@@ -29,6 +33,8 @@ def test_a_guided_model_generates_the_recorded_answers(lookahead, llama, monkeyp
         assert [output for [output] in generate(llm, prompts, params)] == answers
         other = random_prompts(1, 9, seed=99)
         unguided = generate(llm, other)
+        if mode == "graphs":
+            assert runner_of(llm).num_tails > 10
         if lookahead:
             assert drafter_of(llm).counters.accepted_nodes > 30
         with pytest.raises(ValueError, match="an answer has the token 4096, but the model knows"):

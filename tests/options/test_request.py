@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead_vllm.options import request as request_options
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.request import (
     PREDICTION,
@@ -300,3 +301,18 @@ def test_a_prediction_and_a_reference_exclude_each_other():
         ((name, _),) = written.items()
         with pytest.raises(OptionError, match=f"{name}.* and prediction were both given"):
             parse_options({**written, PREDICTION: prediction}, VOCAB, SERVER)
+
+
+def test_few_of_a_request_s_names_are_compared_with_ours(monkeypatch):
+    """A client may send names by the ten thousand."""
+    compared: list[str] = []
+    monkeypatch.setattr(
+        request_options, "get_close_matches", lambda text, *_, **more: compared.append(text)
+    )
+    names = {
+        "".join(order): 1 for order in itertools.islice(itertools.permutations("ookahead_x"), 500)
+    }
+    assert parse_options(names, VOCAB, SERVER) == RequestOptions()
+    assert len(compared) == 16
+    assert parse_options(names, VOCAB, SERVER) == RequestOptions()
+    assert len(compared) == 16

@@ -36,7 +36,14 @@ from lookahead_vllm.draft.trie.suffix import (
     Hashes,
     hashes_of,
 )
-from lookahead_vllm.draft.trie.table import NO_SPACE, TOKEN_MASK, USE, Trie, count_by_space
+from lookahead_vllm.draft.trie.table import (
+    LAST_SHARED,
+    NO_SPACE,
+    TOKEN_MASK,
+    USE,
+    Trie,
+    count_by_space,
+)
 from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.options.server import LookaheadOptions
 
@@ -345,8 +352,8 @@ class NGramTrieProposer(Proposer):
         ------
         ValueError
             The snapshot's arrays have other shapes or dtypes, it holds tokens from `vocab_size` on,
-            or with share "all" answers of all namespaces, which this proposer keeps apart; nothing
-            has changed.
+            two namespaces have one space, or with share "all" it holds answers of all namespaces,
+            which this proposer keeps apart; nothing has changed.
         """
         current, current_facts = self.snapshot()
         if facts.get("suffixes") != current_facts["suffixes"]:
@@ -367,6 +374,9 @@ class NGramTrieProposer(Proposer):
             raise ValueError(
                 f"it knows the token {token}, and the model only those below {vocab_size}"
             )
+        spaces, last = facts["namespaces"].values(), arrays["counters"][LAST_SHARED]
+        if len({*spaces}) < len(spaces) or not all(0 < space <= last for space in spaces):
+            raise ValueError("its namespaces would share n-grams")
         for name, array in current.items():
             array[:] = arrays[name]
         self.rate.weights.clip(-MAX_WEIGHT, MAX_WEIGHT, out=self.rate.weights)  # of older releases

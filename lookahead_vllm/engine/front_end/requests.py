@@ -19,7 +19,7 @@ from lookahead_vllm.engine import config, patches
 from lookahead_vllm.engine.front_end import tool_results, usage
 from lookahead_vllm.options import request as request_options
 from lookahead_vllm.options.allowed import OptionError
-from lookahead_vllm.options.request import RequestOptions
+from lookahead_vllm.options.request import MAX_ANSWERS, RequestOptions
 from lookahead_vllm.options.server import LookaheadOptions
 
 
@@ -109,7 +109,7 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(prompt, EngineCoreRequest) or not config.is_lookahead(self.vllm_config):
             return original(self, prompt, sampling_params, *args, **kwargs)
         server = config.options_of(self.vllm_config)
-        options = _options(self, server, sampling_params.extra_args)
+        options = _options(self, server, sampling_params)
         if options.is_predicted:
             shows = self.vllm_config.observability_config.per_request_spec_decode_metrics != "none"
             outputs = tokenize_first(self, options, prompt, sampling_params, *args, **kwargs)
@@ -133,13 +133,27 @@ def with_early_check(original: Callable[..., Any]) -> Callable[..., Any]:
             is_raw = tool_results.writes_raw_arguments(self.renderer.tokenizer)
             texts = await asyncio.to_thread(tool_results.spelled, options.spellings, is_raw)
             options = replace(options, spellings=texts)
-        tokenized = await self.renderer.tokenize_prompts_async(*_to_tokenize(options))
+        tokenized = await _tokenized(self.renderer, options)
         params = _with_options(sampling_params, _with_token_ids(options, tokenized))
         async with aclosing(original(self, prompt, params, *args, **kwargs)) as outputs:
             async for output in outputs:
                 yield output
 
     return generate
+
+
+_under_way: dict[tuple[Any, ...], asyncio.Future[Any]] = {}
+"""Texts that are being tokenized, by renderer and texts."""
+
+
+async def _tokenized(renderer: Any, options: RequestOptions) -> Any:
+    """The token ids of all texts; those of a request with many prompts are tokenized once."""
+    key = (id(renderer), *_texts(options))
+    if key not in _under_way:
+        tokenizing = renderer.tokenize_prompts_async(*_to_tokenize(options))
+        _under_way[key] = asyncio.ensure_future(tokenizing)
+        _under_way[key].add_done_callback(lambda _: _under_way.pop(key))
+    return await asyncio.shield(_under_way[key])  # it may be another client's
 
 
 def _with_options(params: Any, options: RequestOptions) -> Any:
@@ -167,7 +181,7 @@ def _prepare(processor: Any, request: Any) -> None:
         return
     params = copy(request.sampling_params)  # the original may be the caller's
     server = config.options_of(processor.vllm_config)
-    options = _options(processor, server, params.extra_args)
+    options = _options(processor, server, params)
     if _texts(options):
         tokenized = processor.renderer.tokenize_prompts(*_to_tokenize(options))
         options = _with_token_ids(options, tokenized)
@@ -190,13 +204,18 @@ def allowing_every_parameter(original: Callable[..., Any]) -> Callable[..., Any]
     return validate
 
 
-def _options(
-    engine: Any, server: LookaheadOptions, extra_args: Mapping[str, Any] | None
-) -> RequestOptions:
+def _options(engine: Any, server: LookaheadOptions, params: Any) -> RequestOptions:
     """The checked options of a request; `engine` is a client or its input processor."""
     vocab_size = engine.model_config.get_vocab_size()
     with _refusing():
-        options = request_options.parse_options(extra_args, vocab_size, server)
+        options = request_options.parse_options(params.extra_args, vocab_size, server)
+        if params.n > MAX_ANSWERS:
+            if options.references:
+                raise OptionError(
+                    f"references were given with n={params.n}, but each answer gets a copy of "
+                    f"them; write n={MAX_ANSWERS} or less, or leave them out"
+                )
+            options = replace(options, spellings=())
         if _texts(options) and engine.renderer.tokenizer is None:
             raise OptionError(
                 "a text was given as lookahead's reference, but this engine has no tokenizer "

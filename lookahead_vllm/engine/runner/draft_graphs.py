@@ -174,6 +174,11 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         finally:
             if self._use_buffers is not None:
                 self._use_buffers(None)
+        self.capture_tails()
+
+    def capture_tails(self) -> None:
+        """Capture the tails of all graphs, in place of those that there are."""
+        self.tails = {}
         if self.make_tail is not None and self._draft_graphs:
             try:
                 for num_choices in self.numbers_of_choices:

@@ -1,5 +1,6 @@
 """Steps with drafts in captured graphs, on Model Runner V2."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -36,6 +37,9 @@ from lookahead_vllm.verify.layout.fixed_batch import NO_STARTS, FixedBatch
 from lookahead_vllm.verify.layout.node_layout import width_for, width_of
 
 logger = init_logger(f"vllm.{__name__}")
+
+TAILS = "LOOKAHEAD_VLLM_TAILS"
+"""The environment variable with which sampling is left out of graphs."""
 
 
 class GraphRunner(LookaheadRunner):
@@ -100,7 +104,8 @@ class GraphRunner(LookaheadRunner):
         """Whether the tail of a step may be captured; which steps it serves is found by request."""
         sampler: Any = self.sampler
         return (
-            self._shape.is_possible
+            os.environ.get(TAILS, "1") != "0"
+            and self._shape.is_possible
             and self.trained is None  # it reads `Step.order`
             and type(sampler) is RootSampler
             and not sampler.compute_nans

@@ -6,7 +6,7 @@ counted here in a short loop, and vLLM's gets the others.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import gcd
 
@@ -20,6 +20,14 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 MOST_ENDED = 64
 """So many ended requests may be remembered, or as many as twice those that are live."""
+
+
+def has_many_ended(known: Collection[str], live: Collection[str]) -> bool:
+    """Whether so many of the `known` requests are not `live` any more that they should be dropped.
+
+    Dropping takes as long as all that are known, so it must be rare.
+    """
+    return len(known) > 2 * len(live) + MOST_ENDED
 
 
 class ContinuedRequests:
@@ -52,7 +60,7 @@ class ContinuedRequests:
     def start(self, request: Request) -> None:
         """Note a new request."""
         params, live = request.sampling_params, self._scheduler.requests
-        if len(self._stops) > 2 * len(live) + MOST_ENDED:
+        if has_many_ended(self._stops, live):
             self._stops = {i: stops for i, stops in self._stops.items() if i in live}
         self._stops.pop(request.request_id, None)
         if (

@@ -22,7 +22,7 @@ from lookahead_vllm.engine.grammar.tree_walk import (
     joined_masks,
     numbers_of_masks,
 )
-from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests
+from lookahead_vllm.engine.scheduler.continued_requests import ContinuedRequests, has_many_ended
 from lookahead_vllm.engine.scheduler.decode_steps import DecodeSteps
 from lookahead_vllm.engine.scheduler.draft_limits import DraftLimiter
 from lookahead_vllm.options import request as request_options
@@ -83,7 +83,8 @@ class LookaheadScheduler(AsyncScheduler):
     # ---- slots -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        self._without_drafts &= self.requests.keys()
+        if has_many_ended(self._without_drafts, self.requests):
+            self._without_drafts &= self.requests.keys()
         params = request.sampling_params
         options, _ = request_options.options_in_worker(params and params.extra_args)
         if options.enabled:

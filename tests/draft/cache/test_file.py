@@ -94,6 +94,13 @@ def test_a_prompt_of_a_live_request_is_not_in_the_file(good):
         assert not set(tree) & set(PROMPT)
 
 
+@pytest.mark.parametrize("spaces", [{"a": 1, "b": 1}, {"a": 99}, {"a": -1}])
+def test_a_file_whose_namespaces_would_share_is_refused(good, spaces):
+    arrays, facts = load(good, TOKENIZER)
+    with pytest.raises(ValueError, match="its namespaces would share n-grams"):
+        new_proposer().restore(arrays, {**facts, "namespaces": spaces})
+
+
 def test_fingerprints_depend_on_the_vocabulary_and_not_on_its_order():
     one = fingerprint({"a": 0, "bc": 1})
     assert one == fingerprint({"bc": 1, "a": 0})

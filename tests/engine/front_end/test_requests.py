@@ -156,9 +156,12 @@ class Client:
             tokenizer=object(), tokenize_prompts_async=self._tokenize_prompts_async
         )
         self.calls: list[tuple[str, Any]] = []
+        self.tokenized: list[list[str]] = []
 
     async def _tokenize_prompts_async(self, prompts: list[dict], params: Any) -> list[dict]:
         assert not params.add_special_tokens and params.max_total_tokens is None
+        self.tokenized.append([prompt["prompt"] for prompt in prompts])
+        await asyncio.sleep(0)
         return [{"prompt_token_ids": [len(p["prompt"])] * len(p["prompt"])} for p in prompts]
 
     @with_early_check
@@ -198,6 +201,32 @@ def test_a_stream_is_refused_before_it_starts():
     client.vllm_config.speculative_config = None
     assert asyncio.run(first_output(client, params)) == 0
     assert client.calls[0][1] is params.extra_args
+
+
+def test_the_references_of_a_request_with_many_prompts_are_tokenized_once():
+    client = Client()
+
+    async def all_prompts(reference: str) -> list[int]:
+        params = SamplingParams(extra_args={"lookahead_reference": reference})
+        return await asyncio.gather(*(first_output(client, params) for _ in range(9)))
+
+    for reference in ("abc", "abc", "de"):  # nothing is kept
+        assert asyncio.run(all_prompts(reference)) == [0] * 9
+    assert client.tokenized == [["abc"], ["abc"], ["de"]]
+    ids = [extra_args["lookahead"].references for _, extra_args in client.calls if extra_args]
+    assert len(ids) == 27 and [len(np.frombuffer(*i, "<i4")) for i in ids] == [3] * 18 + [2] * 9
+
+
+def test_each_answer_of_a_request_costs_a_copy_of_its_texts():
+    given = {"lookahead_reference": [[1, 2]], request_options.TOOL_RESULTS: ("a",)}
+    few, many = (SamplingParams(n=n, extra_args=given) for n in (64, 65))
+    server = LookaheadOptions()
+    assert requests._options(Client(), server, few).spellings
+    with pytest.raises(VLLMValidationError, match="n=65, but each answer gets a copy of them"):
+        requests._options(Client(), server, many)
+    del given["lookahead_reference"]
+    many = SamplingParams(n=65, extra_args=given)
+    assert not requests._options(Client(), server, many).spellings
 
 
 def test_a_text_is_measured_by_its_bytes_not_its_tokens(monkeypatch):

@@ -14,6 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from lookahead_vllm.engine import messages
 from lookahead_vllm.engine.grammar import tree_walk as grammar
 from lookahead_vllm.engine.scheduler.scheduler import PAUSE_AFTER_STEPS, LookaheadScheduler
+from lookahead_vllm.options import request as request_options
 from tests.support.late_steps import BLOCK, LateSteps, random_arrivals, request
 
 SLOTS = {"num_speculative_tokens": 16, "budget": 16}
@@ -107,6 +108,35 @@ def test_a_request_that_is_preempted_in_a_step_keeps_no_blocks_in_it(monkeypatch
     assert messages.kept_blocks(scheduler.schedule()) == {"other": [2]}
     output.preempted_req_ids = None
     assert messages.kept_blocks(scheduler.schedule()) == kept
+
+
+def test_adding_a_request_takes_no_longer_beside_many_that_turned_lookahead_off(monkeypatch):
+    dropped: list[int] = []
+
+    class Known(set[str]):
+        def __iand__(self, live: Any) -> Any:
+            dropped.append(len(self))
+            return Known(self & set(live))
+
+    def add(scheduler: Any, request: Any) -> None:
+        scheduler.requests[request.request_id] = request
+
+    monkeypatch.setattr(AsyncScheduler, "add_request", add)
+    scheduler: Any = object.__new__(LookaheadScheduler)
+    scheduler.requests, scheduler._without_drafts = {}, Known()
+    scheduler._continued = SimpleNamespace(start=lambda request: None)
+    params = SimpleNamespace(
+        extra_args={"lookahead": {"enabled": False, request_options.MARK: b""}}
+    )
+    for turn in range(2):
+        for i in range(500):
+            name = f"{turn} {i}"
+            scheduler.add_request(
+                SimpleNamespace(request_id=name, sampling_params=params, spec_decode_metrics=None)
+            )
+        scheduler.requests.clear()
+    assert scheduler._without_drafts >= {f"1 {i}" for i in range(500)}
+    assert len(scheduler._without_drafts) < 700 and len(dropped) == 1
 
 
 def test_slots_that_were_all_left_empty_are_no_draft_in_a_requests_metrics(monkeypatch):
