@@ -343,7 +343,8 @@ def _attend_own_rows(
 @triton.jit
 def _load(pages, slot, is_key, SOME_KEYS: tl.constexpr):
     """K [BLOCK_D, BLOCK_N] and V [BLOCK_N, BLOCK_D] of the slots; 0 where `is_key` is false."""
-    (key_cache, value_cache, table, kv_head, BLOCK_SIZE), strides, d, is_dim, SOME_DIMS = pages
+    caches, strides, d, is_dim, SOME_DIMS = pages  # Triton 3.6 cannot read nested targets
+    key_cache, value_cache, table, kv_head, BLOCK_SIZE = caches
     key_block, key_slot, key_head, value_block, value_slot, value_head = strides
     if SOME_KEYS:
         block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)

@@ -15,6 +15,7 @@ from lookahead_vllm.engine import messages
 from lookahead_vllm.engine.grammar import tree_walk as grammar
 from lookahead_vllm.engine.scheduler.scheduler import PAUSE_AFTER_STEPS, LookaheadScheduler
 from lookahead_vllm.options import request as request_options
+from lookahead_vllm.options.request import RequestOptions
 from tests.support.late_steps import BLOCK, LateSteps, random_arrivals, request
 
 SLOTS = {"num_speculative_tokens": 16, "budget": 16}
@@ -125,9 +126,8 @@ def test_adding_a_request_takes_no_longer_beside_many_that_turned_lookahead_off(
     scheduler: Any = object.__new__(LookaheadScheduler)
     scheduler.requests, scheduler._without_drafts = {}, Known()
     scheduler._continued = SimpleNamespace(start=lambda request: None)
-    params = SimpleNamespace(
-        extra_args={"lookahead": {"enabled": False, request_options.MARK: b""}}
-    )
+    given = request_options.fields_for_worker({}, RequestOptions(enabled=False))
+    params = SimpleNamespace(extra_args=given)
     for turn in range(2):
         for i in range(500):
             name = f"{turn} {i}"
