@@ -127,11 +127,27 @@ class Session:
                 left -= len(tokens)
                 self.spellings.append(Spelling(tokens, self.num_prompt, len(tokens)))
 
+    def lost_spellings(self, prompt: Int32s, num_common: int) -> list[Spelling]:
+        """Those whose text a prompt lacks that has only the first `num_common` tokens.
+
+        It may lack the end that the template gives all prompts, which it then has as its own.
+        """
+        lost = set()
+        for end in {one.end for one in self.spellings if one.end > num_common}:
+            behind = self.tokens[num_common:end]
+            own_end = prompt[max(num_common, len(prompt) - len(behind)) :]
+            if len(behind) > MAX_GENERATION_PROMPT or not np.array_equal(behind, own_end):
+                lost.add(end)
+        return [one for one in self.spellings if one.end in lost]
+
     def continue_with(self, prompt: Int32s, num_common: int) -> None:
         """Take back what is behind the first `num_common` tokens, and let the prompt follow."""
-        while self.spellings and self.spellings[-1].end > num_common + MAX_GENERATION_PROMPT:
-            one = self.spellings.pop()
+        for one in reversed(self.lost_spellings(prompt, num_common)):
+            self.spellings.remove(one)
             self.trie.remove(self.space, one.tokens, one.left, len(one.tokens))
+        for one in self.spellings:
+            if one.end > num_common:
+                one.end = len(prompt)
         end = len(self.tokens)
         for start, stop in [*self.pending[::-1], (0, 0)]:
             self.trie.remove(self.space, self.tokens, max(stop, num_common), end)

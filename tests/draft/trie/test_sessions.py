@@ -261,25 +261,51 @@ def test_a_spelling_is_inserted_once_in_all_turns(at_once):
 
 @pytest.mark.usefixtures("_large")
 @pytest.mark.parametrize("num_turns", [0, 10, 11, 99])
-@pytest.mark.parametrize("changed", [module.MAX_GENERATION_PROMPT, MAX_CHANGED_TOKENS])
-def test_a_spelling_goes_with_its_text(changed, num_turns):
-    """However far the queue was, unless only the beginning of the answer changes."""
+@pytest.mark.parametrize(
+    ("changed", "has_its_end", "is_kept"),
+    [
+        (module.MAX_GENERATION_PROMPT, True, True),
+        (module.MAX_GENERATION_PROMPT, False, False),
+        (1, False, False),
+        (module.MAX_GENERATION_PROMPT + 1, True, False),
+        (MAX_CHANGED_TOKENS, False, False),
+    ],
+)
+def test_a_spelling_goes_with_its_text(changed, has_its_end, is_kept, num_turns):
+    """However far the queue was, unless only the template's end changes its place."""
     sessions, queue = sessions_in(at_once=False)
     prompt, spelled = text_of(1, 600), [ids(np.random.default_rng(0).permutation(40_000)[:200])]
     session = sessions.open("a", prompt, spellings=spelled)
     for _ in range(num_turns):
         queue.end_step()
     sessions.close(session, ids([]))
-    whole = np.concatenate((prompt[:-changed], text_of(2, 90)))
+    end = prompt[-changed:] if has_its_end else prompt[:0]
+    whole = np.concatenate((prompt[:-changed], text_of(2, 90), end))
     assert sessions.open("a", whole) is session
     queue.seconds = math.inf
     queue.work()
-    if changed > module.MAX_GENERATION_PROMPT:
+    if not is_kept:
         assert held(session, whole) == expected(whole)
     else:
         for text in spelled:
             found = found_after(session.trie, session.space, hashes_of(text[:80]), 1)
             assert len(found) == 1
+
+
+@pytest.mark.usefixtures("_large")
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_spelling_whose_end_was_moved_goes_with_that_end(goes_on):
+    """The text may stand before the end's old place no more, but before its new one."""
+    sessions, queue = sessions_in()
+    prompt, end = text_of(1, 600), text_of(2, module.MAX_GENERATION_PROMPT)
+    spelling = ids(np.random.default_rng(0).permutation(40_000)[:200])
+    second = np.concatenate((prompt, text_of(3, 40), end))
+    third = np.concatenate((second if goes_on else second[:-1], text_of(4, 90)))
+    for text, spelled in ((np.concatenate((prompt, end)), [spelling]), (second, []), (third, [])):
+        session = sessions.open("a", text, spellings=spelled)
+        queue.work()
+        sessions.close(session, ids([]))
+    assert bool(found_after(session.trie, session.space, hashes_of(spelling[:80]), 1)) == goes_on
 
 
 # The bound.
