@@ -140,6 +140,11 @@ class Session:
                 lost.add(end)
         return [one for one in self.spellings if one.end in lost]
 
+    def num_removed(self, prompt: Int32s, num_common: int) -> int:
+        """The most tokens that `continue_with` takes back."""
+        lost = self.lost_spellings(prompt, num_common)
+        return len(self.tokens) - num_common + sum(len(one.tokens) - one.left for one in lost)
+
     def continue_with(self, prompt: Int32s, num_common: int) -> None:
         """Take back what is behind the first `num_common` tokens, and let the prompt follow."""
         for one in reversed(self.lost_spellings(prompt, num_common)):
@@ -264,8 +269,8 @@ class Sessions:
                         return session
                 elif (
                     num_common >= session.num_prompt - MAX_CHANGED_TOKENS
-                    and len(session.tokens) - num_common <= MAX_REMOVED_TOKENS
                     and len(prompt) <= session.room
+                    and session.num_removed(prompt, num_common) <= MAX_REMOVED_TOKENS
                 ):
                     del self._idle[session.space]
                     session.users = 1

@@ -311,6 +311,21 @@ def test_a_spelling_whose_end_was_moved_goes_with_that_end(goes_on):
 # The bound.
 
 
+@pytest.mark.parametrize(("num_turns", "is_taken_over"), [(0, True), (20, True), (99, False)])
+def test_a_session_is_not_taken_over_if_too_much_were_taken_back_at_once(num_turns, is_taken_over):
+    """Of spellings, what is inserted counts; nothing is taken back if the text goes on."""
+    sessions, queue = sessions_in(at_once=False)
+    prompt, spelled = text_of(1, 600), [text_of(i, 1500) for i in range(3)]
+    session = sessions.open("a", prompt, spellings=spelled)
+    for _ in range(num_turns):
+        queue.end_step()
+    sessions.close(session, ids([]))
+    assert (sessions.open("a", prompt[:-20]) is session) == is_taken_over
+    assert session.trie.is_live(session.space)
+    if not is_taken_over:
+        assert sessions.open("a", np.concatenate((prompt, text_of(9, 50)))) is session
+
+
 def test_a_prompt_that_comes_again_with_other_spellings_keeps_those_for_which_there_is_room():
     sessions, _ = sessions_in(text_nodes=1 << 22)
     prompt = text_of(1, 600)
