@@ -195,9 +195,9 @@ class Sessions:
 
         With the `digest` of a namespace, a session of the same namespace with the same prefix is
         taken over, and kept for later ones. There is room for `num_further` tokens beside the
-        prompt, its `spellings` and the answer.
+        prompt, its `spellings` up to the prompt's length, and the answer.
         """
-        num_further += sum(map(len, spellings))
+        num_further += min(len(prompt), sum(map(len, spellings)))
         hashes: list[int] = []
         if digest is not None and len(prompt) >= MIN_TOKENS:
             hashes = prefix_hashes(prompt, BLOCK_TOKENS).tolist()

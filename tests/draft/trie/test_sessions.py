@@ -326,6 +326,16 @@ def test_a_session_is_not_taken_over_if_too_much_were_taken_back_at_once(num_tur
         assert sessions.open("a", np.concatenate((prompt, text_of(9, 50)))) is session
 
 
+def test_long_spellings_of_a_short_prompt_take_no_room_of_others():
+    """A prompt that was cut may come with tool results that it does not hold."""
+    sessions, queue = sessions_in(text_nodes=1 << 18)
+    kept = [turn(sessions, queue, text_of(i, 600)) for i in range(3)]
+    session = sessions.open("a", text_of(9, 600), spellings=[text_of(10, 60_000)])
+    assert session.room == 2 * (2 * 600 + module.EXPECTED_ANSWER_TOKENS)
+    assert not session.spellings
+    assert all(one.trie.is_live(one.space) for one in kept)
+
+
 def test_a_prompt_that_comes_again_with_other_spellings_keeps_those_for_which_there_is_room():
     sessions, _ = sessions_in(text_nodes=1 << 22)
     prompt = text_of(1, 600)
