@@ -26,6 +26,9 @@ from tests.draft.proposers.test_ngram_trie_model import draft, seen_in
 from tests.support.kernels import compiled, compiled_since, reset_kernels
 from tests.support.reference_trie import SUFFIXES, TrieModel, count_edges, found_after
 
+TEMPLATE_END = 2
+"""MAX_GENERATION_PROMPT of `_short`."""
+
 
 def ids(tokens):
     return np.array(tokens, np.int32)
@@ -80,7 +83,7 @@ def _short(monkeypatch):
     for name in ("MIN_TOKENS", "BLOCK_TOKENS"):
         monkeypatch.setattr(module, name, 2)
     monkeypatch.setattr(module, "MAX_CHANGED_TOKENS", 3)
-    monkeypatch.setattr(module, "MAX_GENERATION_PROMPT", 0)
+    monkeypatch.setattr(module, "MAX_GENERATION_PROMPT", TEMPLATE_END)
 
 
 # What is inserted.
@@ -414,6 +417,13 @@ actions = st.lists(
 )
 
 
+def moved_end(prompt, later):
+    """Whether the later prompt goes on before the last tokens of the first, which also end it."""
+    size = next((i for i, (a, b) in enumerate(zip(prompt, later, strict=False)) if a != b), 0)
+    end = prompt[size:]
+    return size and len(end) <= TEMPLATE_END and later[max(size, len(later) - len(end)) :] == end
+
+
 def check_sessions(actions):
     """Fail if a draft has a token that neither its request's text nor an answer of its namespace
     has there; texts begin alike, continue each other, and come back in other namespaces."""
@@ -455,6 +465,11 @@ def check_sessions(actions):
             spelling = [*tokens, *(token + 4 for token in tokens), *tokens]
             proposer.start(request_id, prompt, namespace, spellings=[spelling])
             key = namespace if namespace is not None else f"none {serial}"
+            spelled += [
+                (key, list(prompt), tokens)
+                for other, earlier, tokens in spelled
+                if other == key and moved_end(earlier, prompt)
+            ]
             spelled.append((key, list(prompt), spelling))
             live[request_id] = key, prompt
         for request_id in live:
@@ -472,6 +487,10 @@ def _keep_all(self, prompt, num_common):
     self.tokens, self.num_prompt = prompt, len(prompt)
 
 
+def _whatever_follows(self, prompt, num_common):
+    return [one for one in self.spellings if one.end > num_common + TEMPLATE_END]
+
+
 def _of_any_namespace(open_session):
     def wrong(self, digest, *rest):
         return open_session(self, digest and "all", *rest)
@@ -484,6 +503,7 @@ def _of_any_namespace(open_session):
     ("owner", "name", "wrong"),
     [
         (Session, "continue_with", lambda _: _keep_all),
+        (Session, "lost_spellings", lambda _: _whatever_follows),
         (Sessions, "open", _of_any_namespace),
         (module, "MAX_GENERATION_PROMPT", lambda _: 100),
         (module, "_num_common", lambda _: lambda a, b: min(len(a), len(b))),
