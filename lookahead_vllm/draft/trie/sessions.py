@@ -127,11 +127,32 @@ class Session:
                 left -= len(tokens)
                 self.spellings.append(Spelling(tokens, self.num_prompt, len(tokens)))
 
+    def lost_spellings(self, prompt: Int32s, num_common: int) -> list[Spelling]:
+        """Those whose text a prompt lacks that has only the first `num_common` tokens.
+
+        It may lack the end that the template gives all prompts, which it then has as its own.
+        """
+        lost = set()
+        for end in {one.end for one in self.spellings if one.end > num_common}:
+            behind = self.tokens[num_common:end]
+            own_end = prompt[max(num_common, len(prompt) - len(behind)) :]
+            if len(behind) > MAX_GENERATION_PROMPT or not np.array_equal(behind, own_end):
+                lost.add(end)
+        return [one for one in self.spellings if one.end in lost]
+
+    def num_removed(self, prompt: Int32s, num_common: int) -> int:
+        """The most tokens that `continue_with` takes back."""
+        lost = self.lost_spellings(prompt, num_common)
+        return len(self.tokens) - num_common + sum(len(one.tokens) - one.left for one in lost)
+
     def continue_with(self, prompt: Int32s, num_common: int) -> None:
         """Take back what is behind the first `num_common` tokens, and let the prompt follow."""
-        while self.spellings and self.spellings[-1].end > num_common + MAX_GENERATION_PROMPT:
-            one = self.spellings.pop()
+        for one in reversed(self.lost_spellings(prompt, num_common)):
+            self.spellings.remove(one)
             self.trie.remove(self.space, one.tokens, one.left, len(one.tokens))
+        for one in self.spellings:
+            if one.end > num_common:
+                one.end = len(prompt)
         end = len(self.tokens)
         for start, stop in [*self.pending[::-1], (0, 0)]:
             self.trie.remove(self.space, self.tokens, max(stop, num_common), end)
@@ -174,9 +195,9 @@ class Sessions:
 
         With the `digest` of a namespace, a session of the same namespace with the same prefix is
         taken over, and kept for later ones. There is room for `num_further` tokens beside the
-        prompt, its `spellings` and the answer.
+        prompt, its `spellings` up to the prompt's length, and the answer.
         """
-        num_further += sum(map(len, spellings))
+        num_further += min(len(prompt), sum(map(len, spellings)))
         hashes: list[int] = []
         if digest is not None and len(prompt) >= MIN_TOKENS:
             hashes = prefix_hashes(prompt, BLOCK_TOKENS).tolist()
@@ -248,8 +269,8 @@ class Sessions:
                         return session
                 elif (
                     num_common >= session.num_prompt - MAX_CHANGED_TOKENS
-                    and len(session.tokens) - num_common <= MAX_REMOVED_TOKENS
                     and len(prompt) <= session.room
+                    and session.num_removed(prompt, num_common) <= MAX_REMOVED_TOKENS
                 ):
                     del self._idle[session.space]
                     session.users = 1

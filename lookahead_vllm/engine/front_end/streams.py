@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from contextvars import ContextVar
 from copy import copy
+from operator import is_
 from typing import Any
 
 from lookahead_vllm.engine import patches
@@ -17,12 +18,18 @@ from lookahead_vllm.engine import patches
 _is_parsed: ContextVar[bool] = ContextVar("lookahead_is_parsed", default=False)
 """Whether the HTTP request of this context reads its answer delta by delta."""
 
+MAX_WHOLE = 64
+"""Outputs beyond so many that wait for a slow reader are packed."""
+
 _OF_THE_FIRST = (
     *("new_prompt_logprobs_tensors", "prompt_token_id_logprobs", "prefill_stats", "events"),
     "routed_experts",
 )
 _OF_THE_LAST = ("finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params")
 """Fields of an `EngineCoreOutput` that stay with its first and with its last token."""
+
+_OF_EACH = ("outputs", "index", "text", "token_ids")
+"""Fields of a `RequestOutput` and its completion that each has for itself."""
 
 
 def install() -> None:
@@ -77,14 +84,15 @@ def collecting_tokens(original: type) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.is_parsed = self.aggregate and _is_parsed.get()
-            self.waiting: deque[Any] = deque()
-            """Outputs after `self.output`."""
+            self.waiting: deque[tuple[Any, ...]] = deque()
+            """Outputs after `self.output`, each as the arguments of `unpacked`."""
 
         def put(self, output: Any) -> None:
             if isinstance(output, Exception):
                 self.waiting.clear()
             elif self.is_parsed and self.output is not None:
-                self.waiting.append(output)
+                is_behind = len(self.waiting) >= MAX_WHOLE
+                self.waiting.append(packed(output, self.waiting[-1][0]) if is_behind else (output,))
                 return
             super().put(output)
 
@@ -100,9 +108,34 @@ def collecting_tokens(original: type) -> type:
 
         def _advance(self) -> None:
             if self.waiting:
-                super().put(self.waiting.popleft())
+                super().put(unpacked(*self.waiting.popleft()))
 
     return TokenCollector
+
+
+def packed(output: Any, like: Any) -> tuple[Any, ...]:
+    """A `RequestOutput` in a third of its memory, if it has one completion and differs from `like`
+    in its index, text and token ids alone: `like` and these; otherwise itself alone."""
+    rest, other = _rest(output), _rest(like)
+    if len(output.outputs) != 1 or len(rest) != len(other) or not all(map(is_, rest, other)):
+        return (output,)
+    (completion,) = output.outputs
+    return like, completion.index, completion.text, *completion.token_ids
+
+
+def _rest(output: Any) -> list[Any]:
+    fields = [field for part in (output, *output.outputs) for field in vars(part).items()]
+    return [value for name, value in fields if name not in _OF_EACH]
+
+
+def unpacked(output: Any, *own: Any) -> Any:
+    """The `RequestOutput` that was packed."""
+    if not own:
+        return output
+    output, completion = copy(output), copy(output.outputs[0])
+    completion.index, completion.text, *completion.token_ids = own
+    output.outputs = [completion]
+    return output
 
 
 def token_by_token(original: Callable[..., Any]) -> Callable[..., Any]:

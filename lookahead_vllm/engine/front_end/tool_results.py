@@ -18,6 +18,9 @@ from lookahead_vllm.options.request import (
     TOOL_RESULTS,
 )
 
+MAX_CHARACTERS = MAX_REFERENCE_TOKENS * BYTES_PER_TOKEN
+"""Of a request's tool results in all, and of their spellings."""
+
 _LINE_NUMBER = re.compile(r"^ {0,6}\d{1,6}(?:→|\t|: ?|\|)", re.MULTILINE)
 _RAW_ARGUMENT = re.compile(r"<[^\s<>\"'{}]*parameter[= ]|<arg_value>")
 """How chat templates write arguments that are not escaped, as Qwen3-Coder's and GLM's do."""
@@ -45,7 +48,7 @@ def new_results(messages: Sequence[Any]) -> tuple[str, ...]:
     Earlier ones have come with earlier requests of the conversation. Of many, the newest are taken,
     up to the limits of references.
     """
-    texts, left = [], MAX_REFERENCE_TOKENS * BYTES_PER_TOKEN
+    texts, left = [], MAX_CHARACTERS
     for text in itertools.islice(_from_the_newest(messages), MAX_REFERENCES):
         texts.append(text[:left])
         left -= len(texts[-1])
@@ -75,13 +78,14 @@ def writes_raw_arguments(tokenizer: Any) -> bool:
 
 def spelled(texts: Sequence[str], is_raw: bool) -> list[str]:
     """These texts without the numbers of their lines, and escaped as in JSON unless `is_raw`;
-    those that this changes."""
-    result = []
-    for text in texts:
+    those that this changes, the newest up to MAX_CHARACTERS."""
+    result, left = [], MAX_CHARACTERS
+    for text in reversed(texts):
         bare, num_numbers = _LINE_NUMBER.subn("", text)
         if 3 * num_numbers < text.count("\n"):
             bare = text
         spelling = bare if is_raw else json.dumps(bare, ensure_ascii=False)[1:-1]
         if spelling != text:
-            result.append("\n" + spelling if is_raw else spelling)
-    return result
+            result.append(("\n" + spelling if is_raw else spelling)[:left])
+            left -= len(result[-1])
+    return list(filter(None, reversed(result)))

@@ -26,6 +26,9 @@ from tests.draft.proposers.test_ngram_trie_model import draft, seen_in
 from tests.support.kernels import compiled, compiled_since, reset_kernels
 from tests.support.reference_trie import SUFFIXES, TrieModel, count_edges, found_after
 
+TEMPLATE_END = 2
+"""MAX_GENERATION_PROMPT of `_short`."""
+
 
 def ids(tokens):
     return np.array(tokens, np.int32)
@@ -80,7 +83,7 @@ def _short(monkeypatch):
     for name in ("MIN_TOKENS", "BLOCK_TOKENS"):
         monkeypatch.setattr(module, name, 2)
     monkeypatch.setattr(module, "MAX_CHANGED_TOKENS", 3)
-    monkeypatch.setattr(module, "MAX_GENERATION_PROMPT", 0)
+    monkeypatch.setattr(module, "MAX_GENERATION_PROMPT", TEMPLATE_END)
 
 
 # What is inserted.
@@ -261,20 +264,30 @@ def test_a_spelling_is_inserted_once_in_all_turns(at_once):
 
 @pytest.mark.usefixtures("_large")
 @pytest.mark.parametrize("num_turns", [0, 10, 11, 99])
-@pytest.mark.parametrize("changed", [module.MAX_GENERATION_PROMPT, MAX_CHANGED_TOKENS])
-def test_a_spelling_goes_with_its_text(changed, num_turns):
-    """However far the queue was, unless only the beginning of the answer changes."""
+@pytest.mark.parametrize(
+    ("changed", "has_its_end", "is_kept"),
+    [
+        (module.MAX_GENERATION_PROMPT, True, True),
+        (module.MAX_GENERATION_PROMPT, False, False),
+        (1, False, False),
+        (module.MAX_GENERATION_PROMPT + 1, True, False),
+        (MAX_CHANGED_TOKENS, False, False),
+    ],
+)
+def test_a_spelling_goes_with_its_text(changed, has_its_end, is_kept, num_turns):
+    """However far the queue was, unless only the template's end changes its place."""
     sessions, queue = sessions_in(at_once=False)
     prompt, spelled = text_of(1, 600), [ids(np.random.default_rng(0).permutation(40_000)[:200])]
     session = sessions.open("a", prompt, spellings=spelled)
     for _ in range(num_turns):
         queue.end_step()
     sessions.close(session, ids([]))
-    whole = np.concatenate((prompt[:-changed], text_of(2, 90)))
+    end = prompt[-changed:] if has_its_end else prompt[:0]
+    whole = np.concatenate((prompt[:-changed], text_of(2, 90), end))
     assert sessions.open("a", whole) is session
     queue.seconds = math.inf
     queue.work()
-    if changed > module.MAX_GENERATION_PROMPT:
+    if not is_kept:
         assert held(session, whole) == expected(whole)
     else:
         for text in spelled:
@@ -282,7 +295,48 @@ def test_a_spelling_goes_with_its_text(changed, num_turns):
             assert len(found) == 1
 
 
+@pytest.mark.usefixtures("_large")
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_spelling_whose_end_was_moved_goes_with_that_end(goes_on):
+    """The text may stand before the end's old place no more, but before its new one."""
+    sessions, queue = sessions_in()
+    prompt, end = text_of(1, 600), text_of(2, module.MAX_GENERATION_PROMPT)
+    spelling = ids(np.random.default_rng(0).permutation(40_000)[:200])
+    second = np.concatenate((prompt, text_of(3, 40), end))
+    third = np.concatenate((second if goes_on else second[:-1], text_of(4, 90)))
+    for text, spelled in ((np.concatenate((prompt, end)), [spelling]), (second, []), (third, [])):
+        session = sessions.open("a", text, spellings=spelled)
+        queue.work()
+        sessions.close(session, ids([]))
+    assert bool(found_after(session.trie, session.space, hashes_of(spelling[:80]), 1)) == goes_on
+
+
 # The bound.
+
+
+@pytest.mark.parametrize(("num_turns", "is_taken_over"), [(0, True), (20, True), (99, False)])
+def test_a_session_is_not_taken_over_if_too_much_were_taken_back_at_once(num_turns, is_taken_over):
+    """Of spellings, what is inserted counts; nothing is taken back if the text goes on."""
+    sessions, queue = sessions_in(at_once=False)
+    prompt, spelled = text_of(1, 600), [text_of(i, 1500) for i in range(3)]
+    session = sessions.open("a", prompt, spellings=spelled)
+    for _ in range(num_turns):
+        queue.end_step()
+    sessions.close(session, ids([]))
+    assert (sessions.open("a", prompt[:-20]) is session) == is_taken_over
+    assert session.trie.is_live(session.space)
+    if not is_taken_over:
+        assert sessions.open("a", np.concatenate((prompt, text_of(9, 50)))) is session
+
+
+def test_long_spellings_of_a_short_prompt_take_no_room_of_others():
+    """A prompt that was cut may come with tool results that it does not hold."""
+    sessions, queue = sessions_in(text_nodes=1 << 18)
+    kept = [turn(sessions, queue, text_of(i, 600)) for i in range(3)]
+    session = sessions.open("a", text_of(9, 600), spellings=[text_of(10, 60_000)])
+    assert session.room == 2 * (2 * 600 + module.EXPECTED_ANSWER_TOKENS)
+    assert not session.spellings
+    assert all(one.trie.is_live(one.space) for one in kept)
 
 
 def test_a_prompt_that_comes_again_with_other_spellings_keeps_those_for_which_there_is_room():
@@ -363,6 +417,13 @@ actions = st.lists(
 )
 
 
+def moved_end(prompt, later):
+    """Whether the later prompt goes on before the last tokens of the first, which also end it."""
+    size = next((i for i, (a, b) in enumerate(zip(prompt, later, strict=False)) if a != b), 0)
+    end = prompt[size:]
+    return size and len(end) <= TEMPLATE_END and later[max(size, len(later) - len(end)) :] == end
+
+
 def check_sessions(actions):
     """Fail if a draft has a token that neither its request's text nor an answer of its namespace
     has there; texts begin alike, continue each other, and come back in other namespaces."""
@@ -404,6 +465,11 @@ def check_sessions(actions):
             spelling = [*tokens, *(token + 4 for token in tokens), *tokens]
             proposer.start(request_id, prompt, namespace, spellings=[spelling])
             key = namespace if namespace is not None else f"none {serial}"
+            spelled += [
+                (key, list(prompt), tokens)
+                for other, earlier, tokens in spelled
+                if other == key and moved_end(earlier, prompt)
+            ]
             spelled.append((key, list(prompt), spelling))
             live[request_id] = key, prompt
         for request_id in live:
@@ -421,6 +487,10 @@ def _keep_all(self, prompt, num_common):
     self.tokens, self.num_prompt = prompt, len(prompt)
 
 
+def _whatever_follows(self, prompt, num_common):
+    return [one for one in self.spellings if one.end > num_common + TEMPLATE_END]
+
+
 def _of_any_namespace(open_session):
     def wrong(self, digest, *rest):
         return open_session(self, digest and "all", *rest)
@@ -433,6 +503,7 @@ def _of_any_namespace(open_session):
     ("owner", "name", "wrong"),
     [
         (Session, "continue_with", lambda _: _keep_all),
+        (Session, "lost_spellings", lambda _: _whatever_follows),
         (Sessions, "open", _of_any_namespace),
         (module, "MAX_GENERATION_PROMPT", lambda _: 100),
         (module, "_num_common", lambda _: lambda a, b: min(len(a), len(b))),

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
@@ -12,7 +13,7 @@ import pytest
 from prometheus_client import REGISTRY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import STREAM_FINISHED, CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from lookahead_vllm.engine.front_end import streams
@@ -237,11 +238,46 @@ def test_usage_says_how_much_of_a_prediction_was_accepted(server, tokenizer, opt
             assert DETAILS.sub("", answer) == DETAILS.sub("", plain)
 
 
-def test_an_error_overtakes_the_tokens_that_wait():
+def parsed_collector() -> Any:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
     collector = streams.collecting_tokens(RequestOutputCollector)(RequestOutputKind.DELTA, "a")
     collector.is_parsed = True
+    return collector
+
+
+def outputs_of(num_tokens: int) -> Iterator[RequestOutput]:
+    """Of two answers, whose last tokens come with more than their text."""
+    prompt = [5]
+    for i in range(num_tokens):
+        completion = CompletionOutput(i % 2, f" word {i}", [1000 + i], None, None)
+        if i >= num_tokens - 2:
+            completion.finish_reason = "stop"
+        if i % 1000 == 999:
+            completion.token_ids, completion.logprobs = [7, 8], [{7: None}, {8: None}]
+        yield RequestOutput("a", None, prompt, None, [completion], i == num_tokens - 1)
+    yield STREAM_FINISHED
+
+
+def test_a_slow_reader_gets_the_same_and_takes_little_memory():
+    """A token takes 175 bytes; as an output, 612."""
+    collector, num_tokens = parsed_collector(), 20_000
+    tracemalloc.start()
+    for output in outputs_of(num_tokens):
+        collector.put(output)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 300 * num_tokens
+    for expected in outputs_of(num_tokens):
+        output = collector.get_nowait()
+        parts = zip(output.outputs, expected.outputs, strict=True)
+        for one, other in [(output, expected), *parts]:
+            assert {**vars(one), "outputs": 0} == {**vars(other), "outputs": 0}
+    assert output is STREAM_FINISHED and collector.get_nowait() is None
+
+
+def test_an_error_overtakes_the_tokens_that_wait():
+    collector = parsed_collector()
     for text in "abc":
         completion = CompletionOutput(0, text, [1], None, None)
         collector.put(RequestOutput("a", None, [5], None, [completion], False))

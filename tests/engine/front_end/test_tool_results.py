@@ -46,6 +46,16 @@ def test_a_text_is_spelled_as_in_a_call(text, escaped, raw):
     assert spelled([text], is_raw=True) == raw
 
 
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_spellings_have_the_length_of_results_at_most(is_raw):
+    """The newest ones whole: escaped, a character may become six, and a raw one begins a line."""
+    old, new = "1: \0\n" * 20_000, "1: \0\n2: \0"
+    texts = spelled([old, old, new], is_raw)
+    assert sum(map(len, texts)) == 65_536
+    assert texts[-1] == ("\n\0\n\0" if is_raw else r"\u0000\n\u0000")
+    assert spelled(["\0" * 65_536], is_raw) == ([] if is_raw else [r"\u0000" * 10_922 + r"\u00"])
+
+
 def test_new_results_are_those_after_the_last_answer():
     messages = [
         {"role": "user", "content": "hi"},
