@@ -43,8 +43,12 @@ EXPIRE_SECONDS = 7 * 24 * 3600
 READ_SECONDS = 0.1
 """After so long, an exchange reads no further stream, so that publishing and closing go on."""
 
-ENTRIES_AT_A_TIME = 16
+ENTRIES_AT_A_TIME = 32
 """Of all streams. The client reads them whole, whatever their size, before any is refused."""
+
+LOCKED_BYTES = 1 << 14
+"""Before an entry with more bytes, other threads get the interpreter's lock. `sleep(0)` takes some
+50 µs; between the others, the wait for the server's next answer is enough."""
 
 MAX_NEWS = 10_000
 MAX_NAMES = 4096
@@ -286,11 +290,11 @@ class Exchange:
             if len(names) > 32 * MAX_NAMES:
                 self._refuse(MessageError(f"it has {len(names)} bytes of names"))
                 continue
+            _let_steps_begin(len(names))
             names = names.decode("ascii", "replace")
             for at in range(0, len(names), 32):
                 if names[at : at + 32] in followed:
                     self._due[names[at : at + 32]] = None
-            time.sleep(0)  # lets a step begin
 
     def _read_tail(self, digest: str) -> None:
         """Read the latest messages of a stream, whatever was read of it before."""
@@ -315,14 +319,15 @@ class Exchange:
     def _take_in(self, digest: str, entries: Iterable[Any], now: float | None) -> None:
         """Hand on the messages of others; `now` is the server's time in seconds."""
         for entry_id, fields in entries:
-            time.sleep(0)  # lets a step begin
             if digest not in self._member.followed:  # too many namespaces
                 return
             self._member.followed[digest] = entry_id.decode()
             if fields.get(BY) == self._name:
                 continue
+            texts = fields.get(TEXTS, b"")
+            _let_steps_begin(len(texts))
             try:
-                pieces = unpack(fields.get(TEXTS, b""), self._vocab_size)
+                pieces = unpack(texts, self._vocab_size)
             except MessageError as error:
                 self._refuse(error)
                 continue
@@ -341,6 +346,11 @@ class Exchange:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message, reason)
+
+
+def _let_steps_begin(num_bytes: int) -> None:
+    if num_bytes > LOCKED_BYTES:
+        time.sleep(0)
 
 
 def _num_bytes(fields: dict[bytes, bytes]) -> int:
