@@ -1,6 +1,7 @@
 """Inserts long texts a little at a time, for a share of each step, request by request."""
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ class _Text:
     insert: Callable[[Int32s], None]
     tokens: Int32s
 
+    @property
+    def size(self) -> int:
+        return max(CHUNK_TOKENS, len(self.tokens))
+
     def insert_chunk(self) -> bool:
         self.insert(self.tokens[:CHUNK_TOKENS])
         self.tokens = self.tokens[CHUNK_TOKENS:]
@@ -69,6 +74,9 @@ class InsertionQueue:
         """By request, in the order of their turns."""
         self._arrived: deque[_Text] = deque()
         """Texts of other members that are not in `_waiting`; another thread uses it, too."""
+        self.num_arrived = 0
+        """Their tokens; a text counts as one turn at least, since it takes memory besides."""
+        self._arrivals = threading.Lock()
 
     def add(self, request: Hashable, insert: Callable[[Int32s], None], tokens: Int32s) -> None:
         """Queue `tokens` int32 [n] for `insert`, in parts, after the request's earlier texts."""
@@ -120,12 +128,10 @@ class InsertionQueue:
 
     def arrive(self, insert: Callable[[Int32s], None], tokens: Int32s) -> None:
         """As `add`, for a text of another member."""
-        self._arrived.append(_Text(insert, tokens))
-
-    @property
-    def num_arrived(self) -> int:
-        """The tokens that have arrived and are not in turns yet."""
-        return sum(len(text.tokens) for text in tuple(self._arrived))
+        text = _Text(insert, tokens)
+        with self._arrivals:
+            self._arrived.append(text)
+            self.num_arrived += text.size
 
     def seconds_since_step(self) -> float:
         """The time since the last step ended."""
@@ -138,15 +144,19 @@ class InsertionQueue:
         """
         text = self._next_arrived()
         if text is not None and text.insert_chunk():
-            self._arrived.appendleft(text)
+            with self._arrivals:
+                self._arrived.appendleft(text)
+                self.num_arrived += text.size
             sleep(0)  # lets a step begin
         return text is not None
 
     def _next_arrived(self) -> _Text | None:
-        try:
-            return self._arrived.popleft()
-        except IndexError:  # the other thread may have taken the last one
-            return None
+        with self._arrivals:
+            if not self._arrived:  # the other thread may have taken the last one
+                return None
+            text = self._arrived.popleft()
+            self.num_arrived -= text.size
+            return text
 
     def _has_work(self) -> bool:
         if self._arrived and _ARRIVALS not in self._waiting:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from lookahead_vllm.draft.fleet.member import NOTHING_READ, Member
@@ -39,9 +40,19 @@ the address no longer leads to."""
 EXPIRE_SECONDS = 7 * 24 * 3600
 """A stream without new messages is deleted after so long."""
 
+READ_SECONDS = 0.1
+"""After so long, an exchange reads no further stream, so that publishing and closing go on."""
+
+ENTRIES_AT_A_TIME = 32
+"""Of all streams. The client reads them whole, whatever their size, before any is refused."""
+
+LOCKED_BYTES = 1 << 14
+"""Before an entry with more bytes, other threads get the interpreter's lock. `sleep(0)` takes some
+50 µs; between the others, the wait for the server's next answer is enough."""
+
 MAX_NEWS = 10_000
-MESSAGES_AT_A_TIME = 32
-STREAMS_AT_A_TIME = 64
+MAX_NAMES = 4096
+"""An entry of the news names at most so many streams; a longer one is refused."""
 MIN_TOKENS = 64
 """A message of a tail counts for at least so many tokens."""
 NEWS = "news"
@@ -159,14 +170,15 @@ class Exchange:
         if position is None:
             pipe.xrevrange(self._key(NEWS), count=1)
         else:
-            pipe.xrange(self._key(NEWS), position, count=MAX_NEWS)
+            pipe.xrange(self._key(NEWS), position, count=ENTRIES_AT_A_TIME)
         pipe.time()
         news, clock = self._executed(pipe, tokens)
         if position is None:
             self._news_position = news[0][0].decode() if news else NOTHING_READ
             self._due = dict.fromkeys(self._member.followed.copy())
         else:
-            self._read_news(_after(position, news))
+            self._due[NEWS] = None
+            self._read(NEWS, position, news, ENTRIES_AT_A_TIME, None)
         self._read_due(clock[0] + clock[1] / 1e6)
         if self._complaint and not self._is_refused:
             logger.info("Lookahead shares with other servers again, after: %s.", self._complaint)
@@ -210,8 +222,8 @@ class Exchange:
                 self._append(pipe, digest, {BY: self._name, TEXTS: message}, self._max_entries)
             tokens += len(pieces.tokens)
             digests.append(digest)
-        if digests:
-            names = "".join(digests).encode()
+        for at in range(0, len(digests), MAX_NAMES):
+            names = "".join(digests[at : at + MAX_NAMES]).encode()
             self._append(pipe, NEWS, {BY: self._name, STREAMS: names}, MAX_NEWS)
         num_dropped = self._member.outbox.dropped
         self.traffic.dropped += num_dropped - self._num_dropped
@@ -222,63 +234,82 @@ class Exchange:
         pipe.xadd(self._key(name), fields, maxlen=length, approximate=True)
         pipe.expire(self._key(name), EXPIRE_SECONDS)
 
-    def _read_news(self, entries: Sequence[Any] | None) -> None:
-        """Note which streams have got messages, from what `_after` has returned."""
-        if entries is None:
-            self._news_position = None
+    def _read_due(self, now: float) -> None:
+        """Read the streams that are due, as far as there is room and time."""
+        followed, new = self._member.followed, self._member.new
+        end = time.monotonic() + READ_SECONDS
+        while new and self._member.has_room and time.monotonic() < end:
+            self._read_tail(new[0])
+            self._due.pop(new.popleft(), None)
+        while self._due and self._member.has_room and time.monotonic() < end:
+            known = (name for name in self._due if name in followed or name == NEWS)
+            names = list(islice(known, ENTRIES_AT_A_TIME // 2))
+            if not names:
+                self._due.clear()
+                return
+            count = ENTRIES_AT_A_TIME // len(names)
+            positions = [self._position(name) for name in names]
+            pipe = self._client.pipeline(transaction=False)
+            for name, position in zip(names, positions, strict=True):
+                pipe.xrange(self._key(name), position, count=count)
+            answers = pipe.execute(raise_on_error=False)
+            for name, position, answer in zip(names, positions, answers, strict=True):
+                self._read(name, position, answer, count, now)
+
+    def _position(self, name: str) -> str:
+        """The id of the last entry that was read of a stream."""
+        known = self._news_position if name == NEWS else self._member.followed.get(name)
+        return known or NOTHING_READ
+
+    def _read(self, name: str, position: str, answer: Any, count: int, now: float | None) -> None:
+        """Read the answer to XRANGE, with at most `count` entries, of a stream that is due."""
+        del self._due[name]
+        if isinstance(answer, Exception):
+            self._refuse(answer)
             return
+        entries = _after(position, answer)
+        if entries is None and name == NEWS:
+            self._news_position = None
+        elif entries is None:
+            self._member.new.append(name)
+        else:
+            if name == NEWS:
+                self._read_news(entries)
+            else:
+                self._take_in(name, entries, now)
+            if len(answer) == count:
+                self._due[name] = None  # there may be more
+
+    def _read_news(self, entries: Sequence[Any]) -> None:
+        """Note which streams have got messages."""
         followed = self._member.followed
         for entry_id, fields in entries:
             # Own messages are read, too: only then is it known that others' before them were.
             self._news_position = entry_id.decode()
-            names = fields.get(STREAMS, b"").decode("ascii", "replace")
+            names = fields.get(STREAMS, b"")
+            if len(names) > 32 * MAX_NAMES:
+                self._refuse(MessageError(f"it has {len(names)} bytes of names"))
+                continue
+            _let_steps_begin(len(names))
+            names = names.decode("ascii", "replace")
             for at in range(0, len(names), 32):
                 if names[at : at + 32] in followed:
                     self._due[names[at : at + 32]] = None
-
-    def _read_due(self, now: float) -> None:
-        """Read the streams that are due, as far as there is room."""
-        followed, new = self._member.followed, self._member.new
-        while new and self._member.has_room:
-            self._read_tail(new[0])
-            self._due.pop(new.popleft(), None)
-        while self._due and self._member.has_room:
-            digests = [digest for digest in self._due if digest in followed][:STREAMS_AT_A_TIME]
-            if not digests:
-                self._due.clear()
-                return
-            pipe = self._client.pipeline(transaction=False)
-            positions = [followed.get(digest, NOTHING_READ) for digest in digests]
-            for digest, position in zip(digests, positions, strict=True):
-                pipe.xrange(self._key(digest), position, count=MESSAGES_AT_A_TIME)
-            answers = pipe.execute(raise_on_error=False)
-            for digest, position, answer in zip(digests, positions, answers, strict=True):
-                del self._due[digest]
-                if isinstance(answer, Exception):
-                    self._refuse(answer)
-                    continue
-                entries = _after(position, answer)
-                if entries is None:
-                    new.append(digest)
-                    continue
-                self._take_in(digest, entries, now)
-                if len(answer) == MESSAGES_AT_A_TIME:
-                    self._due[digest] = None  # there may be more
 
     def _read_tail(self, digest: str) -> None:
         """Read the latest messages of a stream, whatever was read of it before."""
         parts: list[Any] = []
         left, end = self._tail_tokens, "+"
-        while left > 0 and digest in self._member.followed:
+        while left > 0 and len(parts) < self._max_entries and digest in self._member.followed:
             pipe = self._client.pipeline(transaction=False)
-            pipe.xrevrange(self._key(digest), end, count=MESSAGES_AT_A_TIME)
+            pipe.xrevrange(self._key(digest), end, count=ENTRIES_AT_A_TIME)
             (part,) = pipe.execute(raise_on_error=False)
             if isinstance(part, Exception):
                 self._refuse(part)
                 return
-            left -= sum(max(MIN_TOKENS, len(fields.get(TEXTS, b"")) // 8) for _, fields in part)
+            left -= sum(max(MIN_TOKENS, _num_bytes(fields) // 8) for _, fields in part)
             parts.extend(part)
-            if len(part) < MESSAGES_AT_A_TIME:
+            if len(part) < ENTRIES_AT_A_TIME:
                 break
             end = "(" + part[-1][0].decode()
         if digest in self._member.followed:
@@ -293,8 +324,10 @@ class Exchange:
             self._member.followed[digest] = entry_id.decode()
             if fields.get(BY) == self._name:
                 continue
+            texts = fields.get(TEXTS, b"")
+            _let_steps_begin(len(texts))
             try:
-                pieces = unpack(fields.get(TEXTS, b""), self._vocab_size)
+                pieces = unpack(texts, self._vocab_size)
             except MessageError as error:
                 self._refuse(error)
                 continue
@@ -313,6 +346,15 @@ class Exchange:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message, reason)
+
+
+def _let_steps_begin(num_bytes: int) -> None:
+    if num_bytes > LOCKED_BYTES:
+        time.sleep(0)
+
+
+def _num_bytes(fields: dict[bytes, bytes]) -> int:
+    return sum(len(name) + len(value) for name, value in fields.items())
 
 
 def _after(position: str, entries: Sequence[Any]) -> Sequence[Any] | None:
