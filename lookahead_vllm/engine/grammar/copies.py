@@ -100,10 +100,11 @@ class GrammarCopies:
         structured = request.structured_output_request
         assert structured is not None
         request.append_output_token_ids(tokens)
-        tokens = self._unread.pop(request_id, []) + tokens
+        self._unread.setdefault(request_id, []).extend(tokens)
         if self._manager is None or structured.grammar is None:
-            self._unread[request_id] = tokens
-        elif not isinstance(structured.grammar, Exception):
+            return
+        tokens = self._unread.pop(request_id)
+        if not isinstance(structured.grammar, Exception):
             # The scheduler makes no mask for a request that is aborted while a step runs, so its
             # last tokens may be forbidden, which is no error to be logged.
             log = logging.getLogger(type(structured.grammar).__module__)

@@ -146,3 +146,17 @@ def test_ordinary_grammars_keep_all_nodes(count):
     tree = chain(64 if count == 1 else 16)
     for _ in range(10):
         assert all(len(kept) >= len(tree) for kept in copies.step(tree))
+
+
+def test_tokens_wait_in_one_list_for_a_grammar_that_is_compiled():
+    copies = Copies((0.0, None))
+    grammar = copies._requests["0"].structured_output_request
+    assert grammar is not None
+    copied, grammar.grammar = grammar.grammar, None
+    copies.advance("0", [1, 2])
+    waiting = copies._unread["0"]
+    copies.advance("0", [3])
+    assert copies._unread["0"] is waiting and waiting == [1, 2, 3]
+    grammar.grammar = copied
+    copies.advance("0", [4])
+    assert copies.manager.accepted == [1, 2, 3, 4]
