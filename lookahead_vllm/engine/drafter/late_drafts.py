@@ -333,10 +333,12 @@ class LateDrafts:
         under &= limits[:, NODES] > 0
         if not under.any():
             return drafts
-        trees = list(drafts.forest)
+        trees, count = list(drafts.forest), int(under.sum())
         for i in np.flatnonzero(under).tolist():
             _, max_nodes, max_depth, _ = limits[i].tolist()
-            trees[i] = self._grammars.complete(drafts.req_ids[i], trees[i], max_nodes, max_depth)
+            trees[i] = self._grammars.complete(
+                drafts.req_ids[i], trees[i], max_nodes, max_depth, count
+            )
         forest = DraftForest.of(trees).at_most(most)
         return drafts._replace(forest=forest, from_proposer=~under, pays=forest.num_nodes > 0)
 

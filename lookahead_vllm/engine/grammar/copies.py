@@ -7,6 +7,8 @@ drafts: the scheduler's grammar makes the masks.
 """
 
 import logging
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm.config import VllmConfig
@@ -22,12 +24,29 @@ from lookahead_vllm.machine import use_all_cores
 
 logger = init_logger(f"vllm.{__name__}")
 
+STEP_SECONDS = 0.002
+"""What all walks of a step may take. The scheduler then fills the masks of what they keep, which
+takes about as long."""
+
+LEAST_SECONDS = 0.0001
+"""What each walk may take at least: 16 nodes of a JSON schema."""
+
 
 class GrammarCopies:
-    """The grammars of live requests; compiled in threads, so that no step waits."""
+    """The grammars of live requests; compiled in threads, so that no step waits.
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    Clients choose their grammars, so the time of the walks, by the `clock`, is limited.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, clock: Callable[[], float] = time.thread_time
+    ) -> None:
         self._config = vllm_config
+        self._clock = clock
+        self._seconds = 0.0
+        """What all walks may still take in this step; below zero if one call took longer."""
+        self._seconds_of: dict[str, float] = {}
+        """The same for the walk of each request."""
         self._manager: StructuredOutputManager | None = None
         # The manager loads a tokenizer, and the first grammar makes a table of the vocabulary.
         self._compiling = ThreadPoolExecutor(1, "lookahead-grammars", use_all_cores)
@@ -81,10 +100,11 @@ class GrammarCopies:
         structured = request.structured_output_request
         assert structured is not None
         request.append_output_token_ids(tokens)
-        tokens = self._unread.pop(request_id, []) + tokens
+        self._unread.setdefault(request_id, []).extend(tokens)
         if self._manager is None or structured.grammar is None:
-            self._unread[request_id] = tokens
-        elif not isinstance(structured.grammar, Exception):
+            return
+        tokens = self._unread.pop(request_id)
+        if not isinstance(structured.grammar, Exception):
             # The scheduler makes no mask for a request that is aborted while a step runs, so its
             # last tokens may be forbidden, which is no error to be logged.
             log = logging.getLogger(type(structured.grammar).__module__)
@@ -97,10 +117,16 @@ class GrammarCopies:
                 self._give_up(request, error)
 
     def complete(
-        self, request_id: str, tree: DraftTree, max_nodes: int, max_depth: int
+        self,
+        request_id: str,
+        tree: DraftTree,
+        max_nodes: int,
+        max_depth: int,
+        num_requests: int = 1,
     ) -> DraftTree:
         """The draft without what the grammar forbids, and with what it dictates, within limits.
 
+        The time for walks is shared by the `num_requests` for which a step calls this.
         Empty until the copy has read all tokens of its request: an option that forces tokens in
         spite of the grammar, such as a thinking budget, would have a forbidden node accepted.
         """
@@ -110,16 +136,39 @@ class GrammarCopies:
         grammar = None if request_id in self._unread else structured.grammar
         if self._manager is None or grammar is None or isinstance(grammar, Exception):
             return EMPTY_TREE
+        seconds = self._grant(request_id, num_requests)
+        if seconds <= 0:
+            return EMPTY_TREE
+        start = self._clock()
         try:
-            return GrammarTreeWalk(self._manager, request, tree, max_nodes, max_depth).run()
+            return GrammarTreeWalk(
+                self._manager, request, tree, max_nodes, max_depth, seconds, self._clock
+            ).run()
         except Exception as error:
             self._give_up(request, error)
             return EMPTY_TREE
+        finally:
+            taken = self._clock() - start
+            self._seconds -= taken
+            self._seconds_of[request_id] -= taken
+
+    def _grant(self, request_id: str, num_requests: int) -> float:
+        """The seconds that the request's next walk may take.
+
+        A call cannot be interrupted, so both the request and all together make up in later steps
+        for what one took too long.
+        """
+        share = max(STEP_SECONDS / num_requests, LEAST_SECONDS)
+        own = min(self._seconds_of.get(request_id, 0.0) + share, share)
+        self._seconds_of[request_id] = own
+        self._seconds = min(self._seconds + share, share * num_requests)
+        return min(own, self._seconds)
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._requests.pop(request_id, None)
         self._unread.pop(request_id, None)
+        self._seconds_of.pop(request_id, None)
 
     def shutdown(self) -> None:
         """End the compiler's threads."""

@@ -1,6 +1,8 @@
 """Draft trees under a grammar: remove forbidden nodes, add dictated ones, mask every node."""
 
 import functools
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,7 +70,8 @@ class GrammarTreeWalk:
     It uses only methods of the grammar that vLLM uses for chains (`accept_tokens`, `rollback`,
     `fill_bitmask`), so every backend serves trees. While a reasoning parser delays the grammar, the
     manager decides for each path where the grammar begins. Dictated tokens are added up to
-    `max_nodes` and `max_depth`.
+    `max_nodes` and `max_depth`. Only nodes whose masks are filled within `seconds` of the `clock`
+    are kept; the call that asks for a dictated text is not counted.
     """
 
     def __init__(
@@ -78,6 +81,8 @@ class GrammarTreeWalk:
         tree: DraftTree,
         max_nodes: int,
         max_depth: int,
+        seconds: float = math.inf,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         assert manager.backend is not None and request.structured_output_request is not None
         self._manager = manager
@@ -93,6 +98,9 @@ class GrammarTreeWalk:
         self._kept: set[int] = set()
         self._max_nodes = max_nodes
         self._max_depth = max_depth
+        self._clock = clock
+        self._deadline = clock() + seconds
+        self._is_late = False
         self._mask: Any = manager.backend.allocate_token_bitmask(1 + len(tree))
         self._bits: NDArray[np.int32] = self._mask.numpy()
         self._is_delayed = manager._get_constraint_bounds(request, ()).constraint_start != 0
@@ -125,11 +133,12 @@ class GrammarTreeWalk:
             [self._sources[node] for node in kept],
         )
 
-    def _visit(self, node: int, path: list[int], is_masked: bool, is_best: bool) -> None:
+    def _visit(self, node: int, path: list[int], is_masked: bool, is_best: bool) -> bool:
         """Fill the mask of `node`, visit its children, and extend the best leaf.
 
-        The grammar has accepted the tokens of `path`, which lead to `node`. `is_masked` says
-        whether it masks the next token, `is_best` whether `path` has only first allowed children.
+        Returns whether the mask was filled in time. The grammar has accepted the tokens of `path`,
+        which lead to `node`. `is_masked` says whether it masks the next token, `is_best` whether
+        `path` has only first allowed children.
         """
         if is_masked:
             self._fill_mask(node)
@@ -137,6 +146,7 @@ class GrammarTreeWalk:
             words = self._bits[node + 1].view(np.uint32)
             for token in self._forbidden_ends:
                 words[token // 32] &= ~np.uint32(1 << token % 32)
+        is_in_time = not self._is_late
         has_child = False
         for child in self._children[node + 1]:
             if self._visit_child(node, child, path, is_masked, is_best and not has_child):
@@ -144,31 +154,35 @@ class GrammarTreeWalk:
                 has_child = True
         if is_best and is_masked and not has_child and not self._grammar.is_terminated():
             self._jump_ahead(node, path)
+        return is_in_time
 
     def _visit_child(
         self, node: int, child: int, path: list[int], is_masked: bool, is_best: bool
     ) -> bool:
-        """Visit `child` if the grammar allows it after `node`; returns whether it does."""
+        """Visit `child` if the grammar allows it after `node`; returns whether it is kept."""
+        if self._is_late:
+            return False
         token = self._tokens[child]
         path = [*path, token]
         has_begun, is_child_masked = self._state_after(path)
         if has_begun and not (self._allows(node, token, is_masked) and self._advance(token)):
             return False
         try:
-            self._visit(child, path, is_child_masked, is_best)
+            return self._visit(child, path, is_child_masked, is_best)
         finally:
             if has_begun:
                 self._grammar.rollback(1)
-        return True
 
     def _jump_ahead(self, node: int, path: list[int]) -> None:
         """Append the tokens that the grammar dictates after a leaf, as a chain."""
         # If it begins below the root, all proposed nodes are forbidden.
         num_kept = 0 if node < 0 else len(self._tokens)
         most = min(self._max_nodes - num_kept, self._max_depth - len(path))
-        if most <= 0:
+        if most <= 0 or self._is_late:
             return
+        start = self._clock()
         tokens = self._dictated_tokens(node, most)[:most]
+        self._deadline += self._clock() - start
         if not tokens:
             return
         before = self._mask
@@ -181,12 +195,14 @@ class GrammarTreeWalk:
                 if not (self._allows(node, token, True) and self._advance(token)):
                     break
                 num_added += 1
+                self._fill_mask(len(self._tokens))
+                if self._is_late:
+                    break
                 self._parents.append(node)
                 self._tokens.append(token)
                 self._probs.append(self._probs[node] if node >= 0 else 1.0)
                 self._sources.append(GRAMMAR)
                 node = len(self._tokens) - 1
-                self._fill_mask(node)
         finally:
             if num_added:
                 self._grammar.rollback(num_added)
@@ -195,6 +211,7 @@ class GrammarTreeWalk:
         """Mask the tokens after `node`; after the grammar's end all are allowed."""
         if not self._grammar.is_terminated():
             self._grammar.fill_bitmask(self._mask, node + 1)
+        self._is_late = self._clock() > self._deadline
 
     def _advance(self, token: int) -> bool:
         """Advance the grammar by `token`; False if it has ended, or forbids the token."""
