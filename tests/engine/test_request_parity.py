@@ -129,7 +129,8 @@ EVERYWHERE: dict[str, list[Any]] = {
         *(of("day, T", **DAYS), of(["y, Tues", "yes"], **DAYS), of(["no", "ye"], **DAYS)),
         *(list("abcde"), of(list("xyz"), **SAMPLED), [], [""]),
     ],
-    "stop_token_ids": [of([STOP], **DAYS), of([*range(72, 98)], **SAMPLED), ["a"]],
+    # Not under a grammar: vLLM masks these tokens there, and a forced one ends the request.
+    "stop_token_ids": [[*range(72, 85)], of([*range(72, 98)], **SAMPLED), ["a"]],
     "include_stop_str_in_output": [of(True, stop=["day, T"], **DAYS), True],
     "ignore_eos": [True, False],
     "skip_special_tokens": [of(False, ignore_eos=True), of(False, logit_bias={"0": 9})],
