@@ -61,8 +61,8 @@ def check_place() -> Found:
         blocks = tuple(map(_moved, case.table.blocks))
         table = type(case.table)(*map(_moved, case.table[:3]), blocks, case.table.block_sizes)
         rows, lengths = _moved(test_place.stale_rows(groups)), _moved(test_place.no_lengths())
-        packed, *counts = test_place.arguments_of(case)
-        Placer(table, rows).place(_moved(packed), *counts, lengths)
+        packed, num_requests, num_rows = test_place.arguments_of(case)
+        Placer(table, rows).place(_moved(packed), num_requests, num_rows, lengths)
         test_place.check(case, type(rows)(*(part.cpu() for part in rows)), lengths.cpu())
     return {}
 
