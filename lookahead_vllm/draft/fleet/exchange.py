@@ -43,7 +43,7 @@ EXPIRE_SECONDS = 7 * 24 * 3600
 READ_SECONDS = 0.1
 """After so long, an exchange reads no further stream, so that publishing and closing go on."""
 
-ENTRIES_AT_A_TIME = 32
+ENTRIES_AT_A_TIME = 128
 """Of all streams. The client reads them whole, whatever their size, before any is refused."""
 
 LOCKED_BYTES = 1 << 14
