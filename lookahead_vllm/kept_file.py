@@ -70,8 +70,7 @@ def reading(path: Path) -> Iterator[BinaryIO]:
     Raises
     ------
     RefusedFileError
-        It is not a regular file, belongs to a user other than this one and root, or may be written
-        by everybody.
+        It is not a regular file, or belongs to a user other than this one and root.
     OSError
         It is missing or cannot be read.
     """
@@ -88,8 +87,6 @@ def reading(path: Path) -> Iterator[BinaryIO]:
             raise RefusedFileError(
                 f"it belongs to user {status.st_uid}, and this process runs as user {user}"
             )
-        if status.st_mode & stat.S_IWOTH:
-            raise RefusedFileError("it may be written by every user; `chmod o-w` it")
         yield file
 
 

@@ -110,16 +110,6 @@ def test_a_file_of_another_user_than_this_one_and_root_is_refused(
         assert read(path) == b"content"
 
 
-def test_a_file_to_which_every_user_may_write_is_refused(tmp_path):
-    path = tmp_path / "a"
-    write(path, b"content")
-    path.chmod(0o602)
-    with pytest.raises(RefusedFileError, match="it may be written by every user; `chmod o-w` it"):
-        read(path)
-    path.chmod(0o660)
-    assert read(path) == b"content"
-
-
 def test_a_refused_file_is_set_aside_in_place_of_an_older_one(tmp_path):
     for content in "12":
         (tmp_path / "a").write_text(content)
