@@ -461,7 +461,8 @@ def _draw_request(
     prompt = prompt + _draw_tokens(rng, rng.randint(1, 24), tenant.vocabulary)
     if rng.random() < 0.3:
         prompt = prompt + prompt[: rng.randint(1, len(prompt))]
-    is_longest = rng.random() < 0.04
+    # Plain vLLM's Mamba 2 on a CPU has NaN after some 450 tokens of such prompts.
+    is_longest = features.isdisjoint(f"model {name}" for name in HYBRIDS) and rng.random() < 0.04
     if is_longest:
         prompt = prompt * settings["max_model_len"]
     if "thinking" in features and rng.random() < 0.6:
