@@ -163,13 +163,11 @@ def warm_up(engine: Any, prompts: Sequence[list[int]], batch_size: int) -> None:
 
 def check_guided(generations: Sequence[Generation], answers: Sequence[Sequence[int]]) -> None:
     """Raise RuntimeError if an answer is not the beginning of the recorded one."""
-    pairs = [
-        (g.token_ids, list(a[: len(g.token_ids)]))
-        for g, a in zip(generations, answers, strict=True)
-    ]
-    if wrong := sum(found != expected for found, expected in pairs):
+    found = [generation.token_ids for generation in generations]
+    wrong = sum(ids != [*a[: len(ids)]] for ids, a in zip(found, answers, strict=True))
+    if wrong:
         raise RuntimeError(
-            f"{wrong} of {len(pairs)} answers are not the recorded ones: the guide does not reach "
+            f"{wrong} of {len(found)} answers are not the recorded ones: the guide does not reach "
             "all steps, and the speed says nothing"
         )
 

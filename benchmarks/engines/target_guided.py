@@ -8,8 +8,9 @@ drafts that the real model would have accepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from lookahead_vllm.verify.transfer import to_device
 
 LIKELIEST = 1e4
 """A logit above all logits of a model."""
+Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Of logits: the text of each row's request, and its position, as in `Guide.raise_logits`."""
 NO_TEXT = -1
 """The number of the text of requests without a recorded answer."""
 
@@ -93,19 +96,11 @@ def _guide_second(runner: Any, guide: Guide) -> None:
         return output
 
     def sample(hidden_states: torch.Tensor, batch: Any, grammar_output: Any) -> Any:
-        compute_logits = runner.model.compute_logits
+        def rows() -> Rows:
+            return texts[batch.expanded_idx_mapping], batch.positions[batch.logits_indices]
 
-        def guided(hidden: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = compute_logits(hidden)
-            of_rows = texts[batch.expanded_idx_mapping]
-            guide.raise_logits(logits, of_rows, batch.positions[batch.logits_indices])
-            return logits
-
-        runner.model.compute_logits = guided
-        try:
+        with _guiding(runner.model, guide, rows):
             return original(hidden_states, batch, grammar_output)
-        finally:
-            runner.model.compute_logits = compute_logits
 
     runner.execute_model, runner.sample = execute_model, sample
     if getattr(runner.cudagraph_manager, "tails", None):
@@ -114,20 +109,15 @@ def _guide_second(runner: Any, guide: Guide) -> None:
 
 def _guide_tails(runner: Any, guide: Guide, texts: torch.Tensor) -> None:
     """Capture lookahead's tails again: in the graphs, logits are computed, raised and sampled."""
-    manager, model = runner.cudagraph_manager, runner.model
-    make_tail, compute_logits = manager.make_tail, model.compute_logits
+    manager = runner.cudagraph_manager
+    make_tail = manager.make_tail
 
     def make_guided(desc: Any, num_choices: int) -> Callable[[], Any]:
         launch = make_tail(desc, num_choices)
         rows, _ = runner._shape.rows_in_graph(desc)
 
-        def guided(hidden: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = compute_logits(hidden)
-            guide.raise_logits(logits, texts[rows.entries], rows.positions)
-            return logits
-
         def guided_launch() -> Any:
-            with patches.swapped(model, "compute_logits", guided):
+            with _guiding(runner.model, guide, lambda: (texts[rows.entries], rows.positions)):
                 return launch()
 
         return guided_launch
@@ -136,6 +126,20 @@ def _guide_tails(runner: Any, guide: Guide, texts: torch.Tensor) -> None:
     with torch.inference_mode():
         manager.capture_tails()
     assert manager.tails, "the log has the reason"
+
+
+@contextmanager
+def _guiding(model: Any, guide: Guide, rows: Callable[[], Rows]) -> Iterator[None]:
+    """In the block, the model's logits are raised; `rows` is called after they are computed."""
+    compute_logits = model.compute_logits
+
+    def guided(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = compute_logits(hidden)
+        guide.raise_logits(logits, *rows())
+        return logits
+
+    with patches.swapped(model, "compute_logits", guided):
+        yield
 
 
 class Guide:

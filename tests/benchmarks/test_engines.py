@@ -151,8 +151,10 @@ def test_the_answers_of_the_first_run_are_recorded(tmp_path):
         ([1.05, 1.06, 1.07, 1.06], "ahead"),
         ([0.95, 0.94, 0.93, 0.94], "behind"),
         ([1.2, 0.9, 1.1, 1.0], "level"),
-        ([1.01, 1.008], "level"),  # two turns say little
+        ([1.01, 1.03], "level"),  # two turns say little
+        ([1.01, 1.008], "level"),
         ([1.02, 1.03, 1.01], "level"),
+        ([1.02, 1.12] * 3 + [0.999] * 9, "ahead"),  # 2.18 standard errors, of 15 turns
     ],
 )
 def test_a_verdict_is_as_certain_as_the_turns_allow(ratios, expected):
