@@ -1,5 +1,9 @@
-"""No grammar of a client takes more than its share of the steps' time."""
+"""Copies of grammars cost a request at most its drafts, and a step a share of its time."""
 
+import logging
+import os
+import threading
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +13,9 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from lookahead_vllm import machine
 from lookahead_vllm.draft.tree import EMPTY_TREE, DraftTree
+from lookahead_vllm.engine.grammar import copies as grammar_copies
 from lookahead_vllm.engine.grammar.copies import LEAST_SECONDS, STEP_SECONDS, GrammarCopies
 
 
@@ -18,6 +24,105 @@ def chain(length: int) -> DraftTree:
 
 
 CHAIN = chain(64)
+
+
+def start(copies: GrammarCopies, req_ids: Iterable[str]) -> None:
+    """Requests under a grammar begin."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    new = dict(prompt_token_ids=[1], prompt_embeds=None, sampling_params=params)
+    for req_id in req_ids:
+        copies.start(SimpleNamespace(req_id=req_id, **new))  # type: ignore[arg-type]
+
+
+# ---- compiled and advanced -----------------------------------------------------------------------
+
+
+def copies_by(monkeypatch: pytest.MonkeyPatch, manager: type, *req_ids: str) -> GrammarCopies:
+    """With these requests or "r", whose grammars a `manager` in place of vLLM's compiles."""
+    monkeypatch.setattr(grammar_copies, "StructuredOutputManager", manager)
+    copies = GrammarCopies(None)  # type: ignore[arg-type]
+    start(copies, req_ids or ["r"])
+    return copies
+
+
+def test_without_a_compiled_grammar_there_is_no_draft_and_no_wait(monkeypatch):
+    may_start = threading.Event()
+
+    class Manager:
+        def __init__(self, config: Any) -> None:
+            assert may_start.wait(60)
+            self.initialised: list[str] = []
+
+        def grammar_init(self, request: Any) -> None:
+            self.initialised.append(request.request_id)
+            request.structured_output_request.grammar = object()
+
+        def clear_backend(self) -> None:
+            self.initialised.clear()
+
+    copies = copies_by(monkeypatch, Manager, "r", "ended")
+    copies.finish("ended")
+    draft = "r", DraftTree.from_lists([5], [-1]), 4, 4
+    assert not len(copies.complete(*draft))
+    copies.advance("r", [5])
+    may_start.set()
+    copies._compiling.submit(lambda: None).result()
+    assert not len(copies.complete(*draft))  # the grammar has not read the first token
+    assert copies._manager.initialised == ["r"]  # type: ignore[union-attr]
+    copies.shutdown()
+
+
+@pytest.mark.parametrize("fails_to", ["accept", "raise", "walk"])
+def test_a_copy_of_a_grammar_that_fails_costs_only_drafts(monkeypatch, fails_to, caplog):
+    class Grammar: ...
+
+    class Manager:
+        def __init__(self, config: Any) -> None:
+            self.backend = SimpleNamespace()  # which no walk can begin with
+
+        def grammar_init(self, request: Any) -> None:
+            request.structured_output_request.grammar = Grammar()
+
+        def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
+            logging.getLogger(__name__).error("as vLLM does for a token that is refused")
+            if fails_to == "raise":
+                raise RuntimeError("no state")
+            return fails_to != "accept"
+
+        def clear_backend(self) -> None: ...
+
+    copies = copies_by(monkeypatch, Manager)
+    copies._compiling.submit(lambda: None).result()
+    for _ in range(2):
+        copies.advance("r", [5])
+        assert not len(copies.complete("r", DraftTree.from_lists([5], [-1]), 4, 4))
+    assert not caplog.records and not logging.getLogger(__name__).disabled
+    copies.shutdown()
+
+
+def test_grammars_are_compiled_on_all_cores(monkeypatch):
+    """vLLM binds the thread that starts the compiler to one of them."""
+    cores: list[set[int]] = []
+
+    class Manager:
+        def __init__(self, config: Any) -> None:
+            cores.append(os.sched_getaffinity(0))
+
+        def grammar_init(self, request: Any) -> None: ...
+
+        def clear_backend(self) -> None: ...
+
+    os.sched_setaffinity(0, {min(machine.CPUS_AT_START)})
+    try:
+        copies = copies_by(monkeypatch, Manager)
+    finally:
+        machine.use_all_cores()
+    copies._compiling.submit(lambda: None).result()
+    copies.shutdown()
+    assert cores == [machine.CPUS_AT_START]
+
+
+# ---- the time of their walks ---------------------------------------------------------------------
 
 
 class Grammar:
@@ -82,12 +187,7 @@ class Copies(GrammarCopies):
         self.grammars = [Grammar(self, *own) for own in seconds]
         self.manager: Any = Manager(self.grammars)
         self._manager = self.manager
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
-        for i in range(len(seconds)):
-            new: Any = SimpleNamespace(
-                req_id=str(i), prompt_token_ids=[1], prompt_embeds=None, sampling_params=params
-            )
-            self.start(new)
+        start(self, map(str, range(len(seconds))))
         self._compiling.shutdown()
 
     def step(self, tree: DraftTree = CHAIN) -> list[DraftTree]:
