@@ -509,6 +509,9 @@ def _draw_request(
     if rng.random() < 0.08:
         request.features.add("aborted")
         request.abort_after = rng.randint(1, 20)
+        if rng.random() < 0.5:
+            request.features.add("aborted within a step")
+            request.aborts_within_step = True
     if rng.random() < 0.3:
         request.features.add("streamed")
         request.streamed = True

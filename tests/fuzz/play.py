@@ -121,13 +121,25 @@ def play(
             longest = max(len(a.tokens) for a in reply.answers.values())
             abort = request.abort_after is not None and longest >= request.abort_after
             if abort and not output.finished:
-                core.abort_request([output.request_id])
+                _abort(llm, output.request_id, request.aborts_within_step)
         step += 1
         if interruption and step % interrupt_every == 0:
             INTERRUPTIONS[interruption](llm)
         if step > MAX_STEPS:
             raise RuntimeError(f"requests still run after {step} steps of the engine")
     return replies
+
+
+def _abort(llm: LLM, request_id: str, within_step: bool) -> None:
+    """Abort a request; `within_step`, an engine core in this process hears of it after the launch
+    of the next step, as one in a process of its own may."""
+    client = llm.llm_engine.engine_core
+    core = getattr(client, "engine_core", None)
+    abort = client.abort_requests
+    if within_step and core is not None:
+        abort = core.aborts_queue.put_nowait
+    with mock.patch.object(client, "abort_requests", abort):
+        llm.llm_engine.abort_request([request_id])
 
 
 def _pause_or_resume(llm: LLM, clear_cache: bool = False) -> None:

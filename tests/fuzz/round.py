@@ -21,6 +21,8 @@ class Request:
     arrival: int = 0
     """It is sent before this step of the engine."""
     abort_after: int | None = None
+    aborts_within_step: bool = False
+    """An engine core in this process hears of the abort after the next step's launch."""
     streamed: bool = False
     features: set[str] = field(default_factory=set)
     namespace: str | None = None

@@ -48,6 +48,7 @@ def test_every_feature_is_drawn():
         *("greedy", "seeded", "n > 1", "streamed", "aborted", "lora adapter", "preemption"),
         *("chunked prefill", "prefix caching", "priority scheduling", "large blocks"),
         *("resets", "pauses", "sessions", "streaming session", "changed parameters"),
+        "aborted within a step",
         *("long prompts in shorter chunks", "no step ahead", "structured output, structural_tag"),
         *(f"structured output, {k}" for k in ("json", "regex", "choice", "grammar", "xgrammar")),
         *(
