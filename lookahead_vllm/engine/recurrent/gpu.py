@@ -26,7 +26,6 @@ def register() -> None:
     """Patch vLLM, in a process that serves a model with recurrent layers."""
     recurrent_kernels.register()
     patches.patch(short_conv, "causal_conv1d_update", convolution(trees_of_slots))
-    # vLLM passes a gated delta net only the first state slots.
     patches.patch(qwen_gdn_linear_attn, "causal_conv1d_update", convolution(_trees))
     patches.patch(qwen_gdn_linear_attn, "fused_sigmoid_gating_delta_rule_update", _gated_delta)
     net = qwen_gdn_linear_attn.QwenGatedDeltaNetAttention
@@ -34,11 +33,19 @@ def register() -> None:
 
 
 def _trees(kwargs: dict[str, Any]) -> StateRows | None:
-    """The drafted rows of the step; None if vLLM's kernels should compute them."""
+    """The drafted rows of the step; None if vLLM's kernels should compute them.
+
+    All groups of layers have the same rows, and each has state slots of its own, which are in the
+    call: all of a request's, or the first for a convolution, which uses only that one.
+    """
     if kwargs.get("num_accepted_tokens") is None:  # which vLLM passes only with drafted rows
         return None
-    metadata = recurrent_kernels.metadata_with_parents(GDNAttentionMetadata)
-    return None if metadata is None else delta_trees(metadata)
+    if (metadata := recurrent_kernels.metadata_with_parents(GDNAttentionMetadata)) is None:
+        return None
+    trees = delta_trees(metadata)
+    if (columns := kwargs.get("ssm_state_indices")) is None:
+        columns = kwargs["conv_state_indices"][:, None].expand(-1, trees.columns.shape[1])
+    return trees._replace(columns=columns)
 
 
 def _without_trees(original: Callable[..., bool]) -> Callable[..., bool]:

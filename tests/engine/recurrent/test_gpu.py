@@ -30,14 +30,17 @@ TREES = StateRows(
 
 @pytest.fixture
 def context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A step with two drafts, as a gated delta net's metadata describes it."""
+    """A step with two drafts, as a gated delta net's metadata describes it.
+
+    It belongs to the first group of layers; those of the second one have `TREES.columns`.
+    """
     metadata = object.__new__(GDNAttentionMetadata)
     parents = torch.full((6,), 77, dtype=torch.int32)
     parents[ROWS] = TREES.parents  # type: ignore[assignment]
     for name, value in (
         ("spec_query_start_loc", TREES.starts),
         ("spec_token_indx", torch.tensor(ROWS, dtype=torch.int32)),
-        ("spec_state_indices_tensor", TREES.columns),
+        ("spec_state_indices_tensor", TREES.columns.flip(0, 1)),
         ("num_accepted_tokens", TREES.accepted),
         (PARENTS, parents),
     ):
