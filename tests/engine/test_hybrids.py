@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from vllm import LLM
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadataBuilder
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
 from benchmarks.port.seams import SEAMS
@@ -213,6 +216,24 @@ def test_layers_without_kernels_stop_start_up(monkeypatch):
     own = type("MambaMixer2", (), {"kv_cache": [torch.zeros(2, 4, dtype=torch.float16)]})()
     with pytest.raises(OptionError, match="need float32 or bfloat16"):
         recurrent.start([group], {"one": own}, torch.device("cpu"), 6)
+
+
+@pytest.mark.parametrize(
+    ("builder", "counts"),
+    [
+        (GDNAttentionMetadataBuilder, True),
+        (ShortConvAttentionMetadataBuilder, True),
+        # vLLM's first runner passes it the number of accepted tokens, Model Runner V2 does not.
+        (BailingLinearAttentionMetadataBuilder, False),
+    ],
+)
+def test_on_a_gpu_vllms_runner_counts_accepted_tokens_for_some_layers(builder, counts, monkeypatch):
+    monkeypatch.setattr(recurrent, "is_recurrent", lambda _: True)
+    layers = {"one": SimpleNamespace(kv_cache=[torch.zeros(2, 4)])}
+    made = builder.__new__(builder)
+    group = SimpleNamespace(layer_names=["one"], get_metadata_builder=lambda: made)
+    with nullcontext() if counts else pytest.raises(OptionError, match="number of accepted"):
+        recurrent.start([group], layers, torch.device("cuda"), 6)
 
 
 def test_the_state_slots_of_a_request_come_with_its_first_block(hybrid):

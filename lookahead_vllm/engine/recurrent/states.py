@@ -17,17 +17,12 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
     is_conv_state_dim_first,
 )
 from vllm.platforms.interface import Platform
-from vllm.v1.attention.backends.gdn_attn import (
-    GDNAttentionMetadata,
-    GDNAttentionMetadataBuilder,
-)
-from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadataBuilder
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
-from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridAttnMetadata
 
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.engine import config, patches
@@ -43,14 +38,6 @@ PARENTS = "lookahead_parents"
 
 LAYERS = {"MambaMixer2", "ShortConv", "QwenGatedDeltaNetAttention"}
 """The layers whose kernels are replaced, see `kernels.py`."""
-
-COUNTING_BUILDERS = (
-    Mamba2AttentionMetadataBuilder,
-    GDNAttentionMetadataBuilder,
-    BailingLinearAttentionMetadataBuilder,
-    ShortConvAttentionMetadataBuilder,
-)
-"""The builders to which vLLM's runner passes the number of accepted tokens."""
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -93,7 +80,8 @@ def start(
         if device.type == "cpu":
             rolls_back = kinds <= LAYERS
         else:
-            rolls_back = isinstance(group.get_metadata_builder(), COUNTING_BUILDERS)
+            passed = MambaHybridAttnMetadata(is_prefilling=torch.empty(0, dtype=torch.bool))
+            rolls_back = bool(passed.get_extra_attn_kwargs(group.get_metadata_builder(), 0))
         if not rolls_back:
             raise OptionError(
                 f"the model has recurrent layers of {', '.join(sorted(kinds))}, to which vLLM does "
