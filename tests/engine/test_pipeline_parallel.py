@@ -130,7 +130,8 @@ def test_preempted_requests_and_cached_prefixes(llama, two_stages, plain, preemp
 
 
 def test_a_stage_moves_nothing_of_a_request_that_has_ended():
-    """Its blocks may be another's. Of the rest, the path of the emitted tokens is moved."""
+    """Its blocks may be another's. Of the rest, the path of the emitted tokens is moved, in the
+    groups that have layers on this stage."""
     tree = DraftTree.from_lists([7, 8, 9], [-1, -1, 1])  # 7, and 8 before 9
     forest = DraftForest.of([tree, tree])
     ends = np.array([0, 4, 8], np.int32)
@@ -142,7 +143,7 @@ def test_a_stage_moves_nothing_of_a_request_that_has_ended():
         input_ids=torch.tensor([5, 7, 8, 9, 6, 7, 8, 9]),
     )
     layout = NodeLayout.build(forest, rows, ends, device)
-    slots = torch.arange(100, 108)[None]
+    slots = torch.stack((torch.zeros(8, dtype=torch.int64), torch.arange(100, 108)))
     trees = stages.ComputedTrees.of(layout, batch, slots)
     moved: list[tuple[int, int]] = []
 
@@ -151,7 +152,7 @@ def test_a_stage_moves_nothing_of_a_request_that_has_ended():
         moved.extend(pair for pair in pairs if pair[0] != pair[1])
 
     tokens = torch.tensor([[8, 9, 3, 0], [8, 9, 3, 0]])
-    movers = [SimpleNamespace(move_paths=move_paths)]
+    movers = [None, SimpleNamespace(move_paths=move_paths)]
     trees.move(movers, tokens, np.array([False, True]))
     assert moved == [(102, 101), (103, 102)]
 

@@ -108,6 +108,7 @@ def kv_movers(
     without: Collection[str],
 ) -> list[Any]:
     """A mover for each KV cache group; it moves the KV of all layers with a cache of their own.
+    None for a group without such layers, as on a stage of a pipeline that has none of its layers.
 
     Groups of recurrent layers get a `RequestStates`.
     """

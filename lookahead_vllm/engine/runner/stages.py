@@ -62,6 +62,8 @@ class ComputedTrees(NamedTuple):
 
         Parameters
         ----------
+        movers
+            As in `kv_movers`: None for a group of layers that are all on other stages.
         tokens : int64 [r, w]
             What each request has emitted.
         freed : bool [r]
@@ -75,5 +77,5 @@ class ComputedTrees(NamedTuple):
         for group, (mover, own) in enumerate(zip(movers, self.slots, strict=True)):
             if group in self.states:
                 mover.commit(self.states[group], path, self.ends)
-            else:
+            elif mover is not None:
                 mover.move_paths(own[path.origins], own[path.targets])
