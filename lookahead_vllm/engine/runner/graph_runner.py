@@ -225,7 +225,8 @@ class GraphRunner(LookaheadRunner):
         """
         graph = self._buffers.get(desc.num_tokens)
         if graph is not None:
-            graph.trees.upload()
+            if self._shape.is_possible:  # else `fill` copies the trees of every step
+                graph.trees.upload()
             self._shape.place_in_graph(desc, graph.seq_lens, graph.trees.holds_all)
             for builder in self._builders:
                 builder.refresh(graph)

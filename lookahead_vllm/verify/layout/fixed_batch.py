@@ -97,6 +97,9 @@ class FixedBatch:
     def fill(self, trees: TreeBatch | None, starts: Int32s = NO_STARTS) -> None:
         """Write all branching trees of a step, in one asynchronous copy.
 
+        Its source is a copy of what is on the host: of steps that do not wait for each other, as in
+        a pipeline, the next one may be filled in before the device has read this one.
+
         `starts` is as in `write`, and read if the batch `holds_all`. Raises ValueError if the trees
         do not fit.
         """
@@ -109,7 +112,7 @@ class FixedBatch:
         nodes = forest.parents, forest.depths, forest.firsts
         rows = requests, starts, roots, contexts
         self._note(_write(self._on_host, self._room, *nodes, chosen, *rows))
-        self.upload()
+        self._packed.copy_(staged(self._on_host.copy(), self._packed.device), non_blocking=True)
 
     def write(
         self,

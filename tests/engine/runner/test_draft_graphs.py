@@ -354,6 +354,18 @@ def test_what_a_runner_captures(make):
     assert not make(is_profiling=True)._branching.movers
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_graph_copies_the_trees_of_steps_that_are_prepared_early(make, is_early):
+    """In a pipeline, the next step is filled in while the graph of this one still waits."""
+    made = make()
+    made._shape.is_possible, made._shape.place_in_graph = is_early, lambda *_: None
+    made._builders = []
+    for size, graph in made._buffers.items():
+        graph.trees._packed.fill_(7)
+        made._begin_graph(SimpleNamespace(num_tokens=size))
+        assert bool((graph.trees._packed == 7).all()) != is_early
+
+
 def test_engines_that_share_graphs_for_any_batch_verify_chains(make):
     made = make(mode=FULL, dp_size=2)
     assert (

@@ -1,5 +1,7 @@
 """The buffers of a captured graph: fixed, filled in one copy, and unused entries have no effect."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,20 @@ def test_a_forest_fills_the_buffers_as_its_branching_trees_do(seed, holds_all):
     of_trees = rows[chosen], starts[rows[chosen]], contexts[chosen]
     fixed.fill(TreeBatch.build(branching, *of_trees), starts)
     assert torch.equal(found, fixed._packed) and num_trees == fixed.num_trees == len(chosen)
+
+
+def test_a_step_is_filled_in_before_the_device_has_read_the_last_one():
+    fixed = FixedBatch(16, max_requests=8, max_size=40, max_context=1000, device="cpu")
+    read_later: list[torch.Tensor] = []
+    fixed._packed = SimpleNamespace(
+        device="cpu", copy_=lambda source, non_blocking: read_later.append(source)
+    )  # type: ignore[assignment]
+    expected = []
+    for case in (case_of(0, [9]), case_of(1, [2, 3])):
+        fixed.fill(case.batch)
+        expected.append(fixed._host.clone())
+    assert not torch.equal(*expected)
+    assert all(map(torch.equal, read_later, expected))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
