@@ -18,7 +18,7 @@ from lookahead_vllm.verify.latent import LatentCall, latent_attention
 from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
 from lookahead_vllm.verify.moves.triton import PagedKVMover
-from lookahead_vllm.verify.place import Placer
+from lookahead_vllm.verify.place import NO_ENTRY, Placer, StepRows
 from lookahead_vllm.verify.walk.triton import walk_rows
 
 attention_cases: Any = import_module("tests.support.attention_cases")
@@ -44,6 +44,9 @@ def checks() -> Iterator[tuple[str, Callable[[], Found]]]:
         yield f"{what} at nodes", partial(check_history, what)
     yield "the model's choices", check_choices
     yield "the model's tokens in a replayed graph", check_captured_choices
+    for dtype, num_choices in ((torch.bfloat16, 0), (torch.float32, 8)):
+        yield f"a captured tail, {dtype}", partial(check_tail, dtype, num_choices)
+    yield "an event that graphs record and the host awaits", check_event
 
 
 def _moved(value: Any) -> Any:
@@ -190,4 +193,80 @@ def check_captured_choices() -> Found:
         graph.replay()
         found = Choices.at(np.arange(40), packed)
         assert np.array_equal(found.tokens, logits.topk(8).indices.cpu().numpy())
+    return {}
+
+
+def check_tail(dtype: torch.dtype, num_choices: int) -> Found:
+    """A captured tail leaves, to the bit, what the same calls leave outside of a graph; without
+    temperatures, the tokens are those of the walk by the book."""
+    try:
+        from lookahead_vllm.engine.step import tail
+    except ImportError as reason:
+        return {"left_out": f"it needs vLLM: {reason}"}
+    count, requests, vocab = 192, 8, 5000
+    ints = partial(torch.zeros, count, dtype=torch.int32, device=DEVICE)
+    longs = partial(torch.zeros, count, dtype=torch.int64, device=DEVICE)
+    starts = torch.zeros(requests + 3, dtype=torch.int32, device=DEVICE)
+    rows = StepRows(
+        ints(), longs(), ints().bool(), starts, starts[:-1], longs()[None], longs(), ints(), ints(),
+        ints(),
+    )  # fmt: skip
+    logits = torch.zeros(count, vocab, dtype=dtype, device=DEVICE)
+    caches = [torch.randn(count // 16, 2, 16, 64, device=DEVICE) for _ in range(2)]
+    draws, mover = tail.Draws(requests, torch.device(DEVICE)), PagedKVMover(caches)
+    given: Any = (logits, rows, torch.arange(count, device=DEVICE), draws, [mover], 21, False)
+    tail.run_tail(*given, num_choices)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tail.run_tail(*given, num_choices)
+    rng = np.random.default_rng(0)
+    for seed in range(12):
+        case = test_walk.random_case(seed, requests, 20)
+        ids, sampled, parents, ends, _, _ = case.tensors()
+        for entry in range(requests):
+            temperature = float(rng.choice([0, 0.7, 1])) if seed % 2 else 0.0
+            draws.add_request(entry, temperature, int(rng.integers(2**62)), True)
+        draws.apply_staged_writes()
+        own, sizes = slice(len(ids)), ends.diff()
+        rows.ids[own], rows.parents[own] = ids, parents
+        rows.starts.copy_(torch.cat((ends, ends[-1:].expand(2))))
+        rows.entries.fill_(NO_ENTRY)
+        rows.entries[own] = torch.arange(requests).repeat_interleave(sizes)
+        rows.positions.random_(0, 1000)
+        rows.slots.copy_(torch.from_numpy(rng.permutation(count)))
+        logits.normal_()
+        logits[own].scatter_add_(1, sampled[:, None].to(DEVICE), logits.new_full((len(ids), 1), 9))
+        before = [cache.clone() for cache in caches]
+        expected = tail.run_tail(*given, num_choices)
+        moved = [cache.clone() for cache in caches]
+        for cache, old in zip(caches, before, strict=True):
+            cache.copy_(old)
+        graph.replay()
+        pairs = zip([*captured, *caches], [*expected, *moved], strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs if other is not None)
+        if seed % 2 == 0:
+            for row, path in enumerate(test_walk.brute_force(case)):
+                tokens = captured.tokens[row, : len(path)].tolist()
+                assert tokens == [case.sampled[at] for at in path]
+                assert captured.num_rejected[row] == sizes[row] - len(path)
+    return {}
+
+
+def check_event() -> Found:
+    """Each replay records the event anew, and the host waits for that, as before the chains of a
+    trained drafter are overwritten."""
+    event, value = torch.cuda.Event(external=True), torch.zeros(1, device=DEVICE)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            torch.cuda._sleep(50_000_000)  # some 30 ms
+            value.add_(1)
+            event.record()
+    value.zero_()
+    other = torch.cuda.Stream()  # it waits for no other one
+    for step in range(6):
+        graphs[step % 2].replay()
+        event.synchronize()
+        with torch.cuda.stream(other):
+            assert value.item() == step + 1, "the host did not wait for the replay"
     return {}

@@ -6,15 +6,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 
 from benchmarks.gpu import accuracy, case, other_kernels
 from benchmarks.gpu.bundle import pack
 from benchmarks.gpu.processes import Limit, in_processes
+from lookahead_vllm.engine.cpu_kernels import table
+from lookahead_vllm.engine.step import tail
 from lookahead_vllm.verify.layout.paged_batch import CAUSAL
+from tests.support import graph_engine, recorded_graphs
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +50,71 @@ def test_the_other_kernels_are_checked(name, monkeypatch):
         if name in found:
             row = check()
             assert row.get("error", 0) < row.get("bound", 1)
+
+
+class _LateGraph(recorded_graphs.RecordedGraph):
+    """Runs when the host awaits an event."""
+
+    launched: ClassVar[list[Callable[[], None]]] = []
+
+    def replay(self) -> None:
+        self.launched.append(super().replay)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Graphs on a CPU, where what is launched outside of them runs at once."""
+
+    @contextmanager
+    def capture(graph):
+        with recorded_graphs._capturing(graph), recorded_graphs._Operators():
+            yield
+
+    recorded_graphs.enable(monkeypatch)
+    monkeypatch.setattr(other_kernels, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+
+
+@pytest.mark.parametrize("fault", [None, "waits for the first replay", "waits for nothing"])
+def test_an_event_that_does_not_wait_for_each_replay_is_found(fault, graphs, monkeypatch):
+    def synchronize():
+        if fault is None or (fault.endswith("replay") and not waits):
+            [launched() for launched in _LateGraph.launched]
+            _LateGraph.launched.clear()
+        waits.append(1)
+
+    waits: list[int] = []
+    event = SimpleNamespace(record=lambda: None, synchronize=synchronize)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _LateGraph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda external: event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    _LateGraph.launched.clear()
+    with pytest.raises(AssertionError, match="did not wait") if fault else nullcontext():
+        other_kernels.check_event()
+
+
+@pytest.mark.parametrize("fault", [None, "ids", "entries", "slots", "sampled"])
+def test_a_captured_tail_that_reads_other_rows_is_found(fault, graphs, monkeypatch):
+    """Kernels of a CPU stand in for those of a GPU."""
+    monkeypatch.setattr("vllm.v1.worker.gpu.buffer_utils.UvaBuffer", UvaBuffer)
+    table.install()
+    monkeypatch.setattr(other_kernels, "PagedKVMover", graph_engine._Mover)
+    original, sample = tail.run_tail, tail.Draws.sample
+
+    def run_tail(logits, rows, *args):
+        if recorded_graphs._captured and fault in rows._fields:
+            with _disable_current_modes():
+                rows = rows._replace(**{fault: getattr(rows, fault).clone()})
+        return original(logits, rows, *args)
+
+    monkeypatch.setattr(tail, "run_tail", run_tail)
+    if fault == "sampled":
+        monkeypatch.setattr(tail.Draws, "sample", lambda *args: sample(*args) ^ 1)
+    with pytest.raises(AssertionError) if fault else nullcontext():
+        for options in ((torch.float32, 8), (torch.bfloat16, 0)):
+            other_kernels.check_tail(*options)
 
 
 @pytest.mark.parametrize("row", [{}, {"stopped": "the time was up"}, None])
