@@ -51,9 +51,9 @@ def install(work: HostWork) -> None:
             manager._graphs_captured = True
             for desc in manager._capture_descs[CUDAGraphMode.FULL]:
                 manager.graphs[desc] = _Graph(work.kernel(self._model_of(desc), 0))
-                if desc.max_query_len is not None:
-                    for number in manager.numbers_of_choices:
-                        manager.tails[desc, number] = self._tail_of(desc, number)
+            for desc in manager.descs_with_tails():
+                for number in manager.numbers_of_choices:
+                    manager.tails[desc, number] = self._tail_of(desc, number)
 
         def _varlen_obstacle(self) -> None:
             """None: attention is not run."""

@@ -25,6 +25,10 @@ from lookahead_vllm.engine.cost.timed_passes import CapturedTokens
 logger = init_logger(f"vllm.{__name__}")
 
 
+MIN_ROWS_OF_OWN_TAILS = 128
+"""Below, a tail takes the time of reading the weights of its logits, however many rows it has."""
+
+
 def sizes_with_drafts(captured: Sequence[int], most: int) -> list[int]:
     """The capture sizes that get a graph for drafts, each about twice the one before.
 
@@ -35,11 +39,16 @@ def sizes_with_drafts(captured: Sequence[int], most: int) -> list[int]:
     most
         The most tokens of a step with drafts.
     """
-    sizes = sorted(size for size in captured if 2 <= size <= most)
+    return _spaced([size for size in captured if 2 <= size <= most], 2)
+
+
+def _spaced(sizes: Sequence[int], growth: float) -> list[int]:
+    """Some of the sizes, each at most `growth` times the one before, if there is such a one."""
+    sizes = sorted(sizes)
     chosen = sizes[:1]
     while chosen and chosen[-1] < sizes[-1]:
         larger = [size for size in sizes if size > chosen[-1]]
-        chosen.append(max((s for s in larger if s <= 2 * chosen[-1]), default=larger[0]))
+        chosen.append(max((s for s in larger if s <= growth * chosen[-1]), default=larger[0]))
     return chosen
 
 
@@ -89,8 +98,8 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         Called before the model while a graph for drafts is captured: what it launches is captured,
         too. Set by the runner.
     make_tail : callable
-        Called for each graph for drafts when all are captured: what the result launches becomes the
-        tail of this graph, what it returns is kept. Set by the runner.
+        Called for each of `descs_with_tails` when all are captured: what the result launches
+        becomes the tail of this graph, what it returns is kept. Set by the runner.
     numbers_of_choices : tuple of int
         Each graph has a tail for each of these numbers of the model's choices at a row.
     tails : dict
@@ -112,6 +121,8 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         self._draft_graphs: dict[tuple[int, int], BatchExecutionDescriptor] = {}
         """By the number of tokens of a step, which may be less than the graph's, and the number of
         active adapters."""
+        self._own_tails: dict[int, BatchExecutionDescriptor] = {}
+        """Plain vLLM's graphs that have tails, by the number of tokens of a graph."""
         self._longest = 0
         self._use_buffers: Callable[[int | None], None] | None = None
 
@@ -142,6 +153,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         self._longest, self._use_buffers = longest, use_buffers
         sizes = sizes_with_drafts(captures, self.max_num_reqs * longest)
         descs = self._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+        self._choose_own_tails([desc for desc in descs if desc.num_active_loras == 0], sizes)
         for adapters in self.lora_capture_cases:
             first = 1
             for size in sizes:
@@ -159,6 +171,22 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         # The largest one first: it determines the size of the output buffers.
         descs[:] = sorted(descs, key=lambda desc: desc.num_tokens, reverse=True)
         return sizes
+
+    def _choose_own_tails(
+        self, plain: Sequence[BatchExecutionDescriptor], sizes: Sequence[int]
+    ) -> None:
+        """Large steps of one token a request get tails of about their size, since those of the
+        graphs for drafts, of these sizes, would compute up to twice as many logits."""
+        by_size = {
+            desc.num_tokens: desc
+            for desc in plain
+            if MIN_ROWS_OF_OWN_TAILS <= desc.num_tokens <= self.max_num_reqs
+        }
+        first = MIN_ROWS_OF_OWN_TAILS
+        for size in _spaced([*by_size], 1.125):
+            own = {} if size in sizes else dict.fromkeys(range(first, size + 1), by_size[size])
+            self._own_tails.update(own)
+            first = size + 1
 
     def before_capture(self, desc: BatchExecutionDescriptor) -> None:
         if self._use_buffers is not None:
@@ -191,8 +219,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         self, make_tail: MakeTail, num_choices: int
     ) -> dict[tuple[BatchExecutionDescriptor, int], Tail]:
         """Capture the tails as vLLM captures the graphs, in the same memory."""
-        descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
-        with_drafts = [desc for desc in descs if desc.max_query_len is not None]
+        descs = self.descs_with_tails()
         graphs: dict[BatchExecutionDescriptor, Any] = {}
         results: dict[BatchExecutionDescriptor, Any] = {}
 
@@ -205,7 +232,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             return run
 
         with (
-            patches.swapped(self, "_capture_descs", {CUDAGraphMode.FULL: with_drafts}),
+            patches.swapped(self, "_capture_descs", {CUDAGraphMode.FULL: descs}),
             patches.swapped(self, "graphs", graphs),
             # vLLM takes what it measures there for the memory of further graphs of the model.
             patches.swapped(self, "_capture_mem_samples", None),
@@ -213,14 +240,21 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
             CudaGraphManager.capture(self, create, "Capturing CUDA graphs of sampling")
         return {(desc, num_choices): Tail(graph, results[desc]) for desc, graph in graphs.items()}
 
+    def descs_with_tails(self) -> list[BatchExecutionDescriptor]:
+        """The graphs that get tails, the largest one first."""
+        own = set(self._own_tails.values())
+        descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
+        return [desc for desc in descs if desc.max_query_len is not None or desc in own]
+
     def tail_of(self, desc: BatchExecutionDescriptor) -> BatchExecutionDescriptor | None:
         """The graph whose tail follows this one, None if there is none.
 
-        Plain vLLM's graphs have none of their own: the tail of the smallest graph for drafts that
-        holds their rows takes what is missing for padding.
+        Most of plain vLLM's graphs have none of their own: the smallest tail that holds their rows
+        takes what is missing for padding.
         """
         if desc.max_query_len is None:
-            desc = self._draft_graphs.get((desc.num_tokens, 0), desc)
+            small = self._draft_graphs.get((desc.num_tokens, 0), desc)
+            desc = self._own_tails.get(desc.num_tokens, small)
         return desc if (desc, 0) in self.tails else None
 
     def replay_tail(self, desc: BatchExecutionDescriptor, num_choices: int) -> Any:

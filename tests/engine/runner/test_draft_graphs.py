@@ -176,6 +176,23 @@ def test_a_few_of_vllms_sizes_get_a_graph_for_drafts():
     assert sizes_with_drafts([1], 64) == sizes_with_drafts([], 64) == []
 
 
+def test_large_steps_without_drafts_have_tails_of_about_their_size():
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+    given = AttendedTrees(), recorded_graphs.config_of(BOTH, sizes, 400), torch.device("cpu"), BOTH
+    manager = DraftGraphManager(*given, decode_query_len=1)
+    manager.add_draft_graphs(LONGEST)
+    with_tails = manager.descs_with_tails()
+    assert len(with_tails) - len(sizes_with_drafts(sizes, 10_000)) == 11
+    manager.tails = {(desc, 0): None for desc in with_tails}
+    manager._graphs_captured = True
+    for count in range(1, 401):
+        tail = manager.tail_of(manager.plain(count))
+        assert count <= tail.num_tokens <= (2 * count if count <= 128 else 1.2 * count)
+        assert (tail.num_reqs or tail.num_tokens) >= count
+        assert tail.max_query_len is not None or count > 128
+        assert manager.tail_of(manager.smallest(count, count + 1)).max_query_len is not None
+
+
 # ---- several ranks -------------------------------------------------------------------------------
 
 
