@@ -32,7 +32,7 @@ from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 from lookahead_vllm.engine.step.sampler import RootSampler
 from lookahead_vllm.engine.step.step import State, Step
-from lookahead_vllm.engine.step.tail import Draws, Sampled, run_tail
+from lookahead_vllm.engine.step.tail import Draws, Emitted, Sampled, run_tail
 from lookahead_vllm.verify.layout.fixed_batch import NO_STARTS, FixedBatch
 from lookahead_vllm.verify.layout.node_layout import width_for, width_of
 
@@ -51,6 +51,9 @@ class GraphRunner(LookaheadRunner):
     cudagraph_manager: DraftGraphManager | None
     _starts = NO_STARTS
     """The first row of each request of a batch that vLLM has prepared with its drafts."""
+    _emitted: Emitted
+    _copied: Any = None
+    """The event after which these may be written again."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._buffers: dict[int, GraphBuffers] = {}
@@ -89,6 +92,8 @@ class GraphRunner(LookaheadRunner):
                 manager.numbers_of_choices = 0, NUM_CHOICES
             sampler = self.sampler
             sampler.draws = sampler.draws or Draws(self.max_num_reqs, self.device)
+            width = width_for(self.decode_query_len - 1)
+            self._emitted = Emitted.empty(self.max_num_reqs, width, self.device)
         self._buffers = {}
         if reason := self._varlen_obstacle():
             logger.info_once("Lookahead runs steps with drafts in pieces: %s.", reason)
@@ -240,13 +245,13 @@ class GraphRunner(LookaheadRunner):
         assert manager is not None and manager.hidden_states is not None
         hidden = manager.hidden_states[: desc.num_tokens]
         rows, indices = self._shape.rows_in_graph(desc)
-        movers, width = self._branching.movers, width_for(self.decode_query_len - 1)
+        movers, emitted = self._branching.movers, self._emitted
         draws, fp64 = sampler.draws, sampler.use_fp64_gumbel
         self._shape.warm_up()  # what the capture of the model has left there is no step
 
         def launch() -> Sampled:
             logits = model.compute_logits(hidden)
-            return run_tail(logits, rows, indices, draws, movers, width, fp64, num_choices)
+            return run_tail(logits, rows, indices, draws, movers, emitted, fp64, num_choices)
 
         return launch
 
@@ -263,6 +268,8 @@ class GraphRunner(LookaheadRunner):
             return super().sample(hidden_states, batch, grammar)
         assert manager is not None and step.graph is not None
         num_choices = self._num_choices_of(step)
+        if self._copied is not None:  # the tokens of the last tail
+            self.main_stream.wait_event(self._copied)
         sampled: Sampled = manager.replay_tail(manager.tail_of(step.graph), num_choices)
         if sampled.choices is not None:
             self._collect_choices(sampled.choices, batch)
@@ -279,8 +286,7 @@ class GraphRunner(LookaheadRunner):
         with patches.swapped(self, "speculator", None):
             output = super().sample_tokens(None)
         if output is not None:  # else the model has failed
-            # The next graph may write where the tokens are, so it must follow their copy.
-            self.main_stream.wait_event(output.copy_event)
+            self._copied = output.copy_event
             width = width_of(step.trees.forest)
             output.sampled_token_ids = output.sampled_token_ids[:, :width]
         return output

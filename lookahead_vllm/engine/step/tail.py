@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from lookahead_vllm.verify.choices import pack_choices
 from lookahead_vllm.verify.place import StepRows
-from lookahead_vllm.verify.walk import walk
+from lookahead_vllm.verify.walk import empty_walk, walk
 
 
 class Draws:
@@ -68,18 +68,32 @@ class Draws:
         return sampled
 
 
-class Sampled(NamedTuple):
-    """What the tail of n rows and r requests leaves at fixed addresses, padding included.
-
-    Its memory belongs to all graphs, so it must be read, in stream order, before the next one runs.
-    """
+class Emitted(NamedTuple):
+    """Buffers of all tails, for at most m requests: the host copies them while the next graph runs,
+    so only the next tail has to follow the copy."""
 
     tokens: Tensor
-    """int64 [r, width]: as in `Walk`."""
+    """int64 [m, width]: as in `Walk`."""
+    num_sampled: Tensor
+    """int32 [m]: as in `Walk`."""
+
+    @classmethod
+    def empty(cls, num_requests: int, width: int, device: torch.device) -> "Emitted":
+        """New buffers; `width` is at least the most rows of a request."""
+        tokens = torch.empty(num_requests, width, dtype=torch.int64, device=device)
+        return cls(tokens, torch.empty(num_requests, dtype=torch.int32, device=device))
+
+
+class Sampled(NamedTuple):
+    """What the tail of n rows and r requests leaves at fixed addresses, padding included."""
+
+    tokens: Tensor
+    """int64 [r, width]: as in `Walk`. This and `num_sampled` are the first rows of `Emitted`."""
     num_sampled: Tensor
     """int32 [r]: as in `Walk`."""
     num_rejected: Tensor
-    """int32 [r]: the nodes of each request that were not accepted."""
+    """int32 [r]: the nodes of each request that were not accepted. The memory of this and the rest
+    belongs to all graphs: it must be read, in stream order, before the next one runs."""
     choices: Tensor | None
     """int32 [2, n, k]: as `pack_choices` returns them."""
 
@@ -90,7 +104,7 @@ def run_tail(
     indices: Tensor,
     draws: Draws,
     movers: Sequence[Any],
-    width: int,
+    emitted: Emitted,
     use_fp64: bool,
     num_choices: int,
 ) -> Sampled:
@@ -105,13 +119,14 @@ def run_tail(
         0, 1, ...
     movers
         One for each group of layers, see `kv_movers`; none if trees do not branch.
-    width : int
-        At least the most rows of a request.
     num_choices : int
         How many of the model's choices at each row are wanted.
     """
     sampled = draws.sample(logits, rows.entries, rows.positions, use_fp64)
-    path = walk(rows.ids, sampled, rows.parents, rows.starts, indices, width)
+    tokens, num_sampled = (part[: len(rows.lengths)] for part in emitted)
+    path = empty_walk(*logits.shape[:1], *tokens.shape, logits.device)
+    path = path._replace(tokens=tokens, num_sampled=num_sampled)
+    walk(rows.ids, sampled, rows.parents, rows.starts, indices, tokens.shape[1], path)
     for mover, slots in zip(movers, rows.slots, strict=bool(movers)):
         mover.move_paths(slots[path.origins], slots[path.targets])
     num_rejected = rows.starts.diff() - path.num_sampled

@@ -54,6 +54,7 @@ def walk(
     cu_num_logits: Tensor,
     logits_indices: Tensor,
     width: int,
+    out: Walk | None = None,
 ) -> Walk:
     """Follow the sampled tokens from each root as far as the tree goes.
 
@@ -76,12 +77,14 @@ def walk(
         The index of each row among the step's tokens; it grows by one from row to row of a request.
     width : int
         1 + the most nodes of any request, known on the host.
+    out : Walk, optional
+        Buffers for the result, as `empty_walk` makes them.
     """
     rows = ids, sampled, parents, logits_indices
     assert all(part.shape == (len(ids),) for part in rows), [part.shape for part in rows]
     assert {ids.dtype, logits_indices.dtype} <= {torch.int32, torch.int64}
     assert sampled.dtype == torch.int64 and parents.dtype == cu_num_logits.dtype == torch.int32
-    out = empty_walk(len(ids), len(cu_num_logits) - 1, width, ids.device)
+    out = out or empty_walk(len(ids), len(cu_num_logits) - 1, width, ids.device)
     module_for("walk", ids.device).walk_rows(rows, cu_num_logits, out)
     return out
 

@@ -17,7 +17,7 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.attention.branching import NOTHING_BRANCHES
 from lookahead_vllm.engine.cpu_kernels import table
-from lookahead_vllm.engine.runner import draft_graphs, graph_runner
+from lookahead_vllm.engine.runner import draft_graphs
 from lookahead_vllm.engine.runner.draft_graphs import DraftGraphManager
 from lookahead_vllm.engine.runner.graph_runner import GraphRunner
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
@@ -25,7 +25,7 @@ from lookahead_vllm.engine.step.drafts import Drafts
 from lookahead_vllm.engine.step.late_shape import LateShape
 from lookahead_vllm.engine.step.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.step.step import Step
-from lookahead_vllm.engine.step.tail import Draws
+from lookahead_vllm.engine.step.tail import Draws, Emitted
 from lookahead_vllm.verify.place import NO_ENTRY, StepRows
 from lookahead_vllm.verify.place import cpu as place
 from tests.support import recorded_graphs
@@ -88,6 +88,7 @@ class Engine:
         runner.sampler, runner.decode_query_len = self.sampler, LONGEST
         self.movers = [_Mover(), _Mover()]
         runner._branching = NOTHING_BRANCHES._replace(movers=self.movers)
+        runner._emitted = Emitted.empty(ENTRIES, LONGEST + 1, CPU)
         runner._shape = self.shape = LateShape(runner, None)
         # What the model leaves: logits that a few tokens share, most often of the rows' tokens.
         self.table = torch.from_numpy(self.rng.normal(size=(VOCAB, VOCAB)).astype(np.float32))
@@ -273,9 +274,36 @@ def test_entries_of_padding_that_are_those_of_another_step_are_found(monkeypatch
 
 
 def test_a_table_that_is_too_narrow_is_found(monkeypatch):
-    monkeypatch.setattr(graph_runner, "width_for", lambda most_nodes: most_nodes - 1)
+    original = Emitted.empty
+    monkeypatch.setattr(Emitted, "empty", lambda count, width, *more: original(count, 4, *more))
     with pytest.raises(ValueError, match="more than the width"):
         run(Engine(seed=4), 500)
+
+
+def test_only_the_next_tail_follows_the_copy_of_the_tokens(monkeypatch):
+    """The graph before it does not: all tails write the tokens to the same buffers, which belong to
+    no graph."""
+    engine = Engine(seed=7)
+    manager, runner = engine.manager, engine.runner
+    run(engine, 1)
+    results = [tail.result for tail in manager.tails.values()]
+    for part, buffer in enumerate(runner._emitted):
+        assert {result[part].data_ptr() for result in results} == {buffer.data_ptr()}
+    order: list[str] = []
+    replay = manager.replay_tail
+    monkeypatch.setattr(manager, "replay_tail", lambda *args: order.append("tail") or replay(*args))
+    runner.main_stream, runner.speculator = SimpleNamespace(wait_event=order.append), None
+
+    def sample_tokens(runner: Any, grammar: Any) -> Any:
+        runner.sample(manager.hidden_states, runner.step.prepared, grammar)
+        return SimpleNamespace(copy_event="copy", sampled_token_ids=np.zeros((1, LONGEST)))
+
+    monkeypatch.setattr(LookaheadRunner, "sample_tokens", sample_tokens)
+    with torch.inference_mode():
+        for _ in range(3):
+            runner.sample_tokens(None)
+            order.append("another graph")
+    assert order == ["tail", "another graph", *["copy", "tail", "another graph"] * 2]
 
 
 def test_a_step_that_failed_has_no_output(monkeypatch):
