@@ -216,10 +216,10 @@ def check_tail(dtype: torch.dtype, num_choices: int) -> Found:
     draws, mover = tail.Draws(requests, torch.device(DEVICE)), PagedKVMover(caches)
     emitted = tail.Emitted.empty(requests + 2, 21, torch.device(DEVICE))
     given: Any = (logits, rows, torch.arange(count, device=DEVICE), draws, [mover], emitted, False)
-    tail.run_tail(*given, num_choices)
+    tail.run_tail(*given, num_choices=num_choices)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = tail.run_tail(*given, num_choices)
+        captured = tail.run_tail(*given, num_choices=num_choices)
     rng = np.random.default_rng(0)
     for seed in range(12):
         case = test_walk.random_case(seed, requests, 20)
@@ -238,13 +238,17 @@ def check_tail(dtype: torch.dtype, num_choices: int) -> Found:
         logits.normal_()
         logits[own].scatter_add_(1, sampled[:, None].to(DEVICE), logits.new_full((len(ids), 1), 9))
         before = [cache.clone() for cache in caches]
-        expected = [part.clone() for part in tail.run_tail(*given, num_choices) if part is not None]
+        expected = [
+            part.clone()
+            for part in tail.run_tail(*given, num_choices=num_choices)
+            if part is not None
+        ]
         moved = [cache.clone() for cache in caches]
         for cache, old in zip(caches, before, strict=True):
             cache.copy_(old)
         graph.replay()
-        found = [part for part in captured if part is not None]
-        pairs = zip([*found, *caches], [*expected, *moved], strict=True)
+        left = [part for part in captured if part is not None]
+        pairs = zip([*left, *caches], [*expected, *moved], strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
         if seed % 2 == 0:
             for row, path in enumerate(test_walk.brute_force(case)):

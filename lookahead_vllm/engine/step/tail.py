@@ -124,7 +124,7 @@ def run_tail(
     """
     sampled = draws.sample(logits, rows.entries, rows.positions, use_fp64)
     tokens, num_sampled = (part[: len(rows.lengths)] for part in emitted)
-    path = empty_walk(*logits.shape[:1], *tokens.shape, logits.device)
+    path = empty_walk(len(logits), *tokens.shape, device=logits.device)
     path = path._replace(tokens=tokens, num_sampled=num_sampled)
     walk(rows.ids, sampled, rows.parents, rows.starts, indices, tokens.shape[1], path)
     for mover, slots in zip(movers, rows.slots, strict=bool(movers)):
