@@ -20,8 +20,9 @@ from lookahead_vllm.cli.server_renderer import ServerRenderer
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.warming import TextError, check_texts, read_texts
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.drafting import draft
 from tests.support.files import jsonl
 from tests.support.tokenizer import save_tokenizer
 
@@ -289,8 +290,7 @@ def drafted(cache: Path, tokenizer: Any, output: str, namespace: str = "") -> li
     proposer.restore(arrays, facts)
     proposer.start("first", [], namespace)
     read(proposer, {"first": ids(output)})
-    (tree,) = draft_trees(proposer, [DraftLimits("first", 16, 16, may_branch=False)])
-    return tree.tokens.tolist()
+    return draft(proposer, "first", may_branch=False).tokens.tolist()
 
 
 @pytest.fixture
@@ -315,8 +315,7 @@ def test_prompts_are_inserted_whole(add, cache, tokenizer, monkeypatch):
     options = argparse.Namespace(add=add, out=cache, max_nodes=None if add else 8192)
     proposer = make_proposer(options, fingerprint)
     proposer.start("r", [*range(1000, 1150), 1100, 1101])
-    (tree,) = draft_trees(proposer, [DraftLimits("r", 64, 64)])
-    assert tree.tokens[:4].tolist() == [1102, 1103, 1104, 1105]
+    assert draft(proposer).tokens[:4].tolist() == [1102, 1103, 1104, 1105]
 
 
 def test_add_extends_the_file_and_keeps_its_ngrams(cache, model, tokenizer):

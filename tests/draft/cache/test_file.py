@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from lookahead_vllm.draft.cache import file as cache_file
 from lookahead_vllm.draft.cache.file import fingerprint, load, save
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.draft.trie.suffix import empty_hashes
 from lookahead_vllm.draft.trie.table import KEY, TOKEN_MASK, USE, Trie, spaces_of
 from lookahead_vllm.kept_file import RefusedFileError
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.drafting import draft
 
 TOKENIZER = fingerprint({"a": 0, "b": 1})
 ANSWER = list(range(100, 160))
@@ -44,7 +45,7 @@ def drafts(proposer, texts, namespace=""):
     for text in texts:
         proposer.start("r", [1], namespace)
         read(proposer, {"r": text})
-        (tree,) = draft_trees(proposer, [DraftLimits("r", 16, 16)])
+        tree = draft(proposer)
         trees.append((tree.tokens.tolist(), tree.parents.tolist(), tree.probs.tolist()))
         proposer.finish("r")
     return trees

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from lookahead_vllm.draft.growth.acceptance_rate import (
-    _sigmoid,
-)
+from lookahead_vllm.draft.growth.acceptance_rate import _sigmoid
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.drafting import draft
 
 
 def answer_in_part(proposer, share, rounds=400):
@@ -19,7 +18,7 @@ def answer_in_part(proposer, share, rounds=400):
         a, b, c = 10_000 + 3 * i, 10_001 + 3 * i, 10_002 + 3 * i
         proposer.start("r", [a, b, 1])
         read(proposer, {"r": [a]})
-        tree = draft_trees(proposer, [DraftLimits("r", 16, 1)])[0]
+        tree = draft(proposer, max_depth=1)
         held = dict(zip(tree.tokens.tolist(), tree.probs.tolist(), strict=True))
         probs.append(held.get(b, 0.0))
         read(proposer, {"r": [b if rng.random() < share else c]})
@@ -46,7 +45,7 @@ def test_it_learns_from_tokens_that_were_not_drafted():
         proposer.start("r", [10_000 + 2 * i, 10_001 + 2 * i, 1])
         read(proposer, {"r": [10_000 + 2 * i, 10_001 + 2 * i]})
     proposer.start("r", [5, 6, 7, 5])
-    assert draft_trees(proposer, [DraftLimits("r", 1, 1)])[0].probs[0] > 0.8
+    assert draft(proposer, max_nodes=1).probs[0] > 0.8
 
 
 def test_a_text_that_repeats_itself_does_not_make_other_texts_improbable():
@@ -65,7 +64,7 @@ def test_a_text_that_repeats_itself_does_not_make_other_texts_improbable():
         held = []
         for *line, last in lines:
             read(proposer, {"r": line})
-            tree = draft_trees(proposer, [DraftLimits("r", 8, 1)])[0]
+            tree = draft(proposer, max_nodes=8, max_depth=1)
             held.append(dict(zip(tree.tokens.tolist(), tree.probs.tolist(), strict=True)))
             read(proposer, {"r": [last]})
         probs.append(np.mean([step.get(token, 0.0) for step in held[-200:] for token in range(3)]))

@@ -7,21 +7,22 @@ import numpy as np
 from lookahead_vllm.draft.jit import Int32s
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES, PROPOSED, no_chains
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.draft.sources import DRAFTER, OWN
-from lookahead_vllm.draft.tree import UNKNOWN, DraftTree
+from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.options.server import CHAIN_LENGTH, LookaheadOptions
+from tests.support.drafting import draft, paths
 
 LENGTH = 3
 NODES = 16
 
 
-def make(max_nodes: int = NODES) -> NGramTrieProposer:
+def make() -> NGramTrieProposer:
     return NGramTrieProposer(
         LookaheadOptions(
             max_nodes=1 << 16,
-            num_speculative_tokens=max_nodes,
-            budget=max_nodes,
+            num_speculative_tokens=NODES,
+            budget=NODES,
             drafter={CHAIN_LENGTH: LENGTH},
         )
     )
@@ -43,23 +44,11 @@ def follow(
     read(proposer, {"r": emitted}, chains=chain(*tokens, gap=gap))
 
 
-def grow(proposer: NGramTrieProposer, nodes: int = NODES) -> DraftTree:
-    return draft_trees(proposer, [DraftLimits("r", nodes, nodes)])[0]
-
-
-def paths(tree: DraftTree) -> list[list[int]]:
-    """The tokens from the root to each node."""
-    found: list[list[int]] = []
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        found.append([*(found[parent] if parent >= 0 else []), token])
-    return found
-
-
 def test_a_tree_holds_the_chain_and_the_alternatives_beside_it():
     proposer = make()
     proposer.start("r", [1, 2])
     follow(proposer, 5, 6, 7)
-    tree = grow(proposer)
+    tree = draft(proposer)
     found = paths(tree)
     assert found[:3] == [[5], [5, 6], [5, 6, 7]]
     assert [105] in found and [5, 106] in found and [5, 6, 107] in found
@@ -71,7 +60,7 @@ def test_the_trie_goes_on_behind_the_chain_and_finds_the_chain_from_a_branch():
     proposer = make()
     proposer.start("r", [5, 6, 7, 8, 9, 1, 2])
     follow(proposer, 5, 6, 7)
-    tree = grow(proposer)
+    tree = draft(proposer)
     found = paths(tree)
     at = found.index([5, 6, 7, 8, 9])
     assert tree.sources[at] == OWN
@@ -83,12 +72,12 @@ def test_a_chain_ends_with_the_next_one():
     proposer.start("r", [1, 2], namespace=None)
     follow(proposer, 5, 6, 7)
     follow(proposer, 30, emitted=[5])
-    assert [path for path in paths(grow(proposer)) if 6 in path] == []
+    assert [path for path in paths(draft(proposer)) if 6 in path] == []
     follow(proposer)
-    assert UNKNOWN not in grow(proposer).tokens and not len(grow(proposer))
+    assert UNKNOWN not in draft(proposer).tokens and not len(draft(proposer))
     proposer.finish("r")
     proposer.start("r", [1, 2], namespace=None)
-    assert not len(grow(proposer))
+    assert not len(draft(proposer))
 
 
 def test_rates_are_learned_by_depth_rank_and_gap():
@@ -102,9 +91,9 @@ def test_rates_are_learned_by_depth_rank_and_gap():
         follow(proposer, one, two, gap=3 if is_sure else 0)
         read(proposer, {"r": [one, two + 100 * (step % 4 == 0)] if is_sure else [one + 100]})
     follow(proposer, 5, 6, 7, gap=3)
-    sure = grow(proposer)
+    sure = draft(proposer)
     follow(proposer, 5, 6, 7, gap=0)
-    unsure = grow(proposer)
+    unsure = draft(proposer)
     prob = dict(zip(map(tuple, paths(sure)), sure.probs.tolist(), strict=True))
     other = dict(zip(map(tuple, paths(unsure)), unsure.probs.tolist(), strict=True))
     assert prob[5,] > 0.85 and 0.3 < prob[5, 6] < 0.7 and prob.get((105,), 0) < 0.1

@@ -21,6 +21,7 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.suffix import hashes_of
 from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.drafting import answer, draft
 from tests.support.reference_trie import count_edges
 
 
@@ -52,10 +53,10 @@ def keep(lines, text, tree, at_root, at_nodes, space=1, num_grown=None):
     return recycle(lines, trees, choices)
 
 
-def find(lines, text, space=1, max_size=8):
+def find(lines, text, space=1):
     """The longest suffix found, the tokens of the candidates, and their kinds of evidence."""
     evidence = new_candidates().evidence
-    longest, size = find_choices(lines, space, hashes_of(ids(*text)), evidence, 0, max_size)
+    longest, size = find_choices(lines, space, hashes_of(ids(*text)), evidence, 0, 8)
     return longest, evidence[TOKEN, :size].tolist(), evidence[CHOSEN, :size].tolist()
 
 
@@ -94,31 +95,17 @@ def test_choices_at_a_cell_are_marked_and_do_not_replace_those_in_a_real_text():
     assert tokens[0] == 7 and not is_from_cell(kinds[0])
 
 
-def step(proposer, request_id, choose, max_nodes=32):
+def step(proposer, choose):
     """One step of a request whose model chooses `choose(token)` after each token."""
-    (tree,) = forest = draft_trees(proposer, [DraftLimits(request_id, max_nodes, max_nodes)])
-    root = proposer.last
-    accepted = np.zeros(len(tree), np.bool_)
-    here, emitted = -1, [choose(root)]
-    for node in range(len(tree)):
-        if tree.parents[node] == here and tree.tokens[node] == emitted[-1]:
-            accepted[node] = True
-            here = node
-            emitted.append(choose(emitted[-1]))
-    read(
-        proposer,
-        {request_id: emitted},
-        Verified(
-            [request_id],
-            forest,
-            ids(*choices_from(choose(root)))[None],
-            np.array([choices_from(choose(t)) for t in tree.tokens.tolist()], np.int32).reshape(
-                -1, NUM_CHOICES
-            ),
-            np.zeros((1 + len(tree), NUM_CHOICES), np.float32),
-            accepted,
-        ),
-    )
+    (tree,) = forest = draft_trees(proposer, [DraftLimits("r", 32, 32)])
+    at_root, at_nodes = choose(proposer.last), [choose(token) for token in tree.tokens.tolist()]
+    emitted, accepted = answer(tree, at_root, at_nodes)
+    verified = Verified.nothing(["r"], forest, NUM_CHOICES)
+    verified.at_roots[0] = choices_from(at_root)
+    for node, token in enumerate(at_nodes):
+        verified.at_nodes[node] = choices_from(token)
+    verified.accepted[:] = accepted
+    read(proposer, {"r": emitted}, verified)
     proposer.last = emitted[-1]
     return tree, accepted
 
@@ -134,7 +121,7 @@ def test_the_hybrid_tree_has_nodes_of_all_sources():
     sources = np.zeros(len(NAMES), int)
     total = 0
     for _ in range(30):  # a text without repeated n-grams: the trie could not help
-        tree, accepted = step(proposer, "r", lambda token: (5 * token + 1) % 83)
+        tree, accepted = step(proposer, lambda token: (5 * token + 1) % 83)
         sources += np.bincount(tree.sources[accepted], minlength=len(NAMES))
         total += 1 + accepted.sum()
     assert total > 40 and sources[WINDOW] > 0 and sources[RECYCLED] > 0
@@ -166,7 +153,7 @@ def test_rates_are_learned_from_the_choices_before_the_tokens():
     def rates_after(verified: Verified | None) -> list[np.ndarray]:
         proposer = HybridProposer(LookaheadOptions(max_nodes=1024, window_size=1))
         proposer.start("a", [1, 2, 3])
-        draft_trees(proposer, [DraftLimits("a", 1, 1)])
+        draft(proposer, "a", max_nodes=1)
         read(proposer, {"a": [5, 5, 5]}, verified)
         return [array.copy() for array in proposer.rate.arrays]
 

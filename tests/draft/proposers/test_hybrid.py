@@ -16,6 +16,7 @@ from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, re
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.drafting import answer
 
 OPTIONS = LookaheadOptions(proposer="hybrid", max_nodes=8192)
 LIMITS = [DraftLimits("a", 64, 32)]
@@ -29,23 +30,15 @@ def next_token(token: int) -> int:
 
 def step(proposer: HybridProposer, token: int) -> int:
     """One step of a model that continues the cycle; returns the last emitted token."""
-    forest = draft_trees(proposer, LIMITS)
-    emitted = [next_token(token)]
-    accepted, node = np.zeros(forest.num_nodes, np.bool_), -1
-    while True:
-        children = np.flatnonzero((forest.parents == node) & (forest.tokens == emitted[-1]))
-        if not len(children):
-            break
-        node = int(children[0])
-        accepted[node] = True
-        emitted.append(next_token(emitted[-1]))
+    (tree,) = forest = draft_trees(proposer, LIMITS)
+    at_nodes = [next_token(drafted) for drafted in tree.tokens.tolist()]
+    emitted, accepted = answer(tree, next_token(token), at_nodes)
     verified = None
     if proposer.num_choices:
         verified = Verified.nothing(["a"], forest, NUM_CHOICES)
         ranks = np.arange(NUM_CHOICES, dtype=np.int32)
         verified.at_roots[0] = next_token(token) + 100 * ranks
-        nodes = np.array([next_token(t) for t in forest.tokens.tolist()], np.int32)
-        verified.at_nodes[:] = nodes.reshape(-1, 1) + 100 * ranks
+        verified.at_nodes[:] = np.array(at_nodes, np.int32)[:, None] + 100 * ranks
         verified.gaps[:] = 2.0 * ranks
         verified.accepted[:] = accepted
     read(proposer, {"a": emitted}, verified)

@@ -13,6 +13,7 @@ from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.draft.window.branch import LookaheadBranch
 from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.options.window import WindowShape
+from tests.support.drafting import answer, draft, paths
 
 Model = Callable[[list[int]], int]
 """The next token of a text."""
@@ -63,13 +64,6 @@ def model_of(seed: int) -> Model:
     return lambda text: int(table[text[-2], text[-1]])
 
 
-def paths(tree: DraftTree) -> list[list[int]]:
-    found: list[list[int]] = []
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        found.append([*(found[parent] if parent >= 0 else []), token])
-    return found
-
-
 def step(
     proposer: JacobiWindowProposer, name: str, text: list[int], model: Model, max_depth: int
 ) -> DraftTree:
@@ -81,14 +75,7 @@ def step(
     verified.at_roots[:] = (model(text) + others) % VOCAB
     verified.at_nodes[:] = (np.array(at_nodes, np.int32)[:, None] + others) % VOCAB
     verified.gaps[:] = others
-    emitted, node = [model(text)], -1
-    while True:
-        children = np.flatnonzero((tree.parents == node) & (tree.tokens == emitted[-1]))
-        if not len(children):
-            break
-        node = int(children[0])
-        verified.accepted[node] = True
-        emitted.append(at_nodes[node])
+    emitted, verified.accepted[:] = answer(tree, model(text), at_nodes)
     read(proposer, {name: emitted}, verified)
     text += emitted
     return tree
@@ -143,7 +130,7 @@ def test_requests_share_nothing():
     assert num_guesses > 1000
     for proposer in (alone, shared):
         proposer.start("r", prompt, "tenant")
-    trees = [draft_trees(proposer, [DraftLimits("r", 128, 64)])[0] for proposer in (alone, shared)]
+    trees = [draft(proposer, max_nodes=128) for proposer in (alone, shared)]
     assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
     assert set(trees[1].sources.tolist()) == {WINDOW}
 

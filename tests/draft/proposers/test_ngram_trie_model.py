@@ -9,15 +9,10 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.growth.acceptance_rate import AcceptanceRate
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.drafting import check_all_were_seen, draft, paths, seen_in
 from tests.support.reference_trie import ProposerModel
-
-
-def draft(proposer, request_id, max_nodes=16, max_depth=64, may_branch=True):
-    limits = [DraftLimits(request_id, max_nodes, max_depth, may_branch)]
-    return draft_trees(proposer, limits)[0]
-
 
 steps = st.lists(
     st.tuples(
@@ -43,14 +38,12 @@ def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
     def check(request_id):
         tree = draft(proposer, request_id, max_nodes=24, max_depth=6)
         assume(not proposer.trie.num_pruned)  # rarely, a line is full
-        paths = []
-        for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-            paths.append((*(paths[parent] if parent >= 0 else ()), token))
         truth = model.propose(*live[request_id], 200, 6)
         likeliest = [prob for prob, _ in truth[:24]]
         assert tree.probs.tolist() == pytest.approx(likeliest, rel=1e-3)
         held = {path: prob for prob, path in truth}
-        assert [held[path] for path in paths] == pytest.approx(tree.probs.tolist(), rel=1e-3)
+        drafted = [held[tuple(path)] for path in paths(tree)]
+        assert drafted == pytest.approx(tree.probs.tolist(), rel=1e-3)
 
     for request_id, action, tokens, namespace in steps:
         if action in ("start", "reference"):
@@ -78,17 +71,6 @@ def test_it_proposes_what_the_plain_model_of_it_proposes(steps):
         check(request_id)
 
 
-def seen_in(text, first):
-    """The tokens of `text` from index `first`, each with the last token before it or the last but
-    one, and the distance to that token."""
-    return {
-        (distance, text[at - distance], text[at])
-        for at in range(first, len(text))
-        for distance in (1, 2)
-        if at >= distance
-    }
-
-
 # Few tokens, so that texts of different namespaces share contexts and continue them differently.
 namespace_steps = st.lists(
     st.tuples(
@@ -103,23 +85,14 @@ namespace_steps = st.lists(
 
 
 def check_isolation(steps, max_nodes):
-    """Fail if a draft has a token that neither its request nor its namespace has seen there.
-
-    A suffix of the trie has the last token, or the last but one without the last. So a token is
-    drafted only if it was seen at the same distance from one of the two.
-    """
+    """Fail if a draft has a token that neither its request nor its namespace has seen there."""
     proposer = NGramTrieProposer(LookaheadOptions(max_nodes=max_nodes))
     flood = np.random.default_rng(0).integers(1000, 9000, 300).tolist()
     seen, live = defaultdict(set), {}
 
     def check(request_id):
         own, shared, text = live[request_id]
-        tree = draft(proposer, request_id)
-        paths = []
-        for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-            before = paths[parent] if parent >= 0 else text
-            assert {(1, before[-1], token), (2, before[-2], token)} & (seen[own] | seen[shared])
-            paths.append([*before, token])
+        check_all_were_seen(draft(proposer, request_id), text, seen[own] | seen[shared])
 
     for step, (request_id, action, tokens, namespace) in enumerate(steps):
         if action in ("start", "reference") or (action == "extend" and request_id not in live):

@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.draft.trie import namespaces as module
 from lookahead_vllm.draft.trie.namespaces import Namespaces
 from lookahead_vllm.draft.trie.suffix import empty_hashes
-from lookahead_vllm.draft.trie.table import (
-    Trie,
-    count_by_space,
-)
+from lookahead_vllm.draft.trie.table import Trie, count_by_space
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.drafting import draft
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +31,7 @@ def test_names_that_were_used_once_replace_no_namespace_in_use():
         answer(f"made up {i}", [5, 6])
     proposer.start("r", [1], "idle")
     read(proposer, {"r": [60, 61]})
-    assert 62 in draft_trees(proposer, [DraftLimits("r", 16, 16)])[0].tokens
+    assert 62 in draft(proposer).tokens
     assert len(proposer.snapshot()[1]["namespaces"]) <= 8
 
 

@@ -22,7 +22,7 @@ from lookahead_vllm.draft.trie.table import (
     Trie,
 )
 from lookahead_vllm.options.server import LookaheadOptions
-from tests.draft.proposers.test_ngram_trie_model import draft, seen_in
+from tests.support.drafting import check_all_were_seen, draft, seen_in
 from tests.support.kernels import compiled, compiled_since, reset_kernels
 from tests.support.reference_trie import SUFFIXES, TrieModel, count_edges, found_after
 
@@ -436,12 +436,7 @@ def check_sessions(actions):
         for other, prompt, tokens in spelled:
             if other == key and text[: len(prompt)] == prompt:
                 seen |= seen_in(tokens, 0)
-        tree = draft(proposer, request_id)
-        paths = []
-        for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-            before = paths[parent] if parent >= 0 else text
-            assert {(1, before[-1], token), (2, before[-2], token)} & seen
-            paths.append([*before, token])
+        check_all_were_seen(draft(proposer, request_id), text, seen)
 
     for serial, (request_id, action, tokens, namespace, which) in enumerate(actions):
         text = texts[which % len(texts)]
