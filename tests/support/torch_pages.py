@@ -1,6 +1,6 @@
 """Attention over pages as a GPU has them, [blocks, heads, size, K and V], in plain torch."""
 
-from torch import Tensor, arange, full, inf
+from torch import Tensor, arange, full, inf, tanh
 
 
 def write(kv: Tensor, slots: Tensor, cache: Tensor) -> None:
@@ -11,7 +11,7 @@ def write(kv: Tensor, slots: Tensor, cache: Tensor) -> None:
 
 def attend(
     query: Tensor, cache: Tensor, starts: Tensor, lengths: Tensor, table: Tensor, scale: float,
-    is_causal: bool, output: Tensor,
+    is_causal: bool, output: Tensor, soft_cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Write the attention of each request's rows to its pages.
 
@@ -39,6 +39,8 @@ def attend(
         kv = kv.repeat_interleave(query.shape[1] // len(kv), 0)
         keys, values = kv.split(query.shape[2], dim=-1)
         scores = query[own].transpose(0, 1) @ keys.transpose(1, 2) * scale
+        if soft_cap:
+            scores = soft_cap * tanh(scores / soft_cap)
         if is_causal:
             is_later = slots[None] > (length - rows + arange(rows))[:, None]
             scores.masked_fill_(is_later, -inf)

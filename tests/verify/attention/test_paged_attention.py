@@ -13,6 +13,7 @@ from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.verify.attention import PagedCall, paged_attention
 from lookahead_vllm.verify.layout.fixed_batch import FixedBatch
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
+from tests.support import torch_pages
 from tests.support.attention_cases import IMPLS, PagedAttentionCase, random_tree
 from tests.verify.conftest import IS_INTERPRETED
 
@@ -109,24 +110,12 @@ def test_splits_of_the_context_give_the_same(num_splits, options):
 
 def attend_contexts(call: PagedCall) -> torch.Tensor:
     """Write the attention of all rows to their contexts alone, and return its sums' logarithms."""
-    batch, heads = call.batch, call.query.shape[1]
-    group, size = heads // call.key_cache.shape[2], call.key_cache.shape[1]
-    lse = torch.full((heads, len(call.query)), -torch.inf)
-    output = call.output.view(len(call.query), heads, -1)
-    columns = batch.requests, batch.starts, batch.sizes, batch.contexts
-    for row, start, count, context in zip(*(column.tolist() for column in columns), strict=True):
-        own, slots = slice(start, start + count), torch.arange(context)
-        place = call.block_table[row, slots // size].long(), slots % size
-        keys, values = (
-            cache[place].double().repeat_interleave(group, 1)
-            for cache in (call.key_cache, call.value_cache)
-        )
-        scores = torch.einsum("qhd,khd->hqk", call.query[own].double(), keys) * call.scale
-        if call.soft_cap:
-            scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
-        lse[:, own] = scores.logsumexp(-1).float()
-        output[own] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(output.dtype)
-    return lse
+    batch, cache = call.batch, torch.cat((call.key_cache, call.value_cache), -1).transpose(1, 2)
+    starts = torch.cat((batch.starts, batch.starts[-1:] + batch.sizes[-1:]))
+    table, output = call.block_table[batch.requests.long()], call.output.view_as(call.query)
+    return torch_pages.attend(
+        call.query, cache, starts, batch.contexts, table, call.scale, False, output, call.soft_cap
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
