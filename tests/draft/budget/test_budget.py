@@ -5,8 +5,9 @@ import pytest
 
 from lookahead_vllm.draft.budget.allot import is_worth_waiting
 from lookahead_vllm.draft.budget.cost import MEMORY_SECONDS, CostCurve, Load, StepCost, StepWork
+from lookahead_vllm.draft.proposers.proposer import NO_LOAD
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from tests.support.allotment import allot
+from tests.support.allotment import allot, allot_chains, chains
 
 FLAT = CostCurve([8, 16], [1, 2])
 CPU = CostCurve([1, 2, 4, 8, 16, 32, 64], [25, 25, 25, 32, 49, 74, 129])
@@ -17,15 +18,8 @@ def _times_are_in_milliseconds(monkeypatch):
     monkeypatch.setattr("lookahead_vllm.draft.budget.cost.MEMORY_SECONDS", 1000 * MEMORY_SECONDS)
 
 
-def chains(*rows):
-    """A forest with a chain for each list of probabilities; all tokens are 7."""
-    return DraftForest.of([DraftTree.chain([7] * len(row), row) for row in rows])
-
-
-def sizes(rows, curve, load=Load(), contexts=None):  # noqa: B008
-    forest = chains(*rows)
-    contexts = np.zeros(len(forest), np.int64) if contexts is None else np.array(contexts)
-    return allot(forest, contexts, StepCost(curve), load).forest.sizes.tolist()
+def sizes(rows, curve, load=NO_LOAD):
+    return allot_chains(rows, StepCost(curve), load).forest.sizes.tolist()
 
 
 def test_the_curve_passes_through_its_points_and_continues_with_the_last_slope():
@@ -60,9 +54,8 @@ def test_a_request_that_waits_for_its_first_token_weighs_as_much_as_many_that_de
 def test_nodes_of_a_step_that_waits_for_its_drafts_do_not_pay_for_the_waiting():
     """It waits in any case; what pays for it is decided for further steps."""
     cost = StepCost(CostCurve([1, 64], [1.0, 1.01]), drafts=0.5)
-    forest, contexts = chains([0.1]), np.zeros(1, np.int64)
-    assert allot(forest, contexts, cost, Load()).forest.sizes.tolist() == [0]
-    waiting = allot(forest, contexts, cost, Load(waits=True))
+    assert allot_chains([[0.1]], cost).forest.sizes.tolist() == [0]
+    waiting = allot_chains([[0.1]], cost, Load(waits=True))
     assert waiting.forest.sizes.tolist() == [1]
     assert waiting.rate == pytest.approx(1.1 / 1.5, rel=0.01)
 

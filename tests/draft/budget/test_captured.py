@@ -9,23 +9,12 @@ from hypothesis import strategies as st
 
 from lookahead_vllm.draft.budget.captured import CapturedSizes, GraphTimes
 from lookahead_vllm.draft.budget.cost import CostCurve, Load, StepCost, StepWork
-from lookahead_vllm.draft.tree import DraftForest, DraftTree
-from tests.support.allotment import allot
+from tests.support.allotment import allot, allot_chains, chains
 
 OUTSIDE = CostCurve([1, 256], [13.0, 20.65])  # 0.03 a token
 PLAIN = GraphTimes([1, 2, 4, 8, 16], [8.0, 8.0, 8.2, 8.4, 9.0])
 DRAFTS = GraphTimes([8, 16, 32, 64], [8.5, 9.1, 10.2, 12.0])
 GPU = CapturedSizes(PLAIN, DRAFTS)
-
-
-def forest_of(*rows):
-    """A chain for each list of probabilities."""
-    return DraftForest.of([DraftTree.chain([7] * len(row), row) for row in rows])
-
-
-def kept(rows, cost, load=Load()):  # noqa: B008
-    forest = forest_of(*rows)
-    return allot(forest, np.zeros(len(forest), np.int64), cost, load)
 
 
 def work(requests, nodes):
@@ -70,13 +59,13 @@ def test_the_graph_depends_on_drafts(step, time):
 def test_a_plateau_is_filled_and_a_jump_needs_enough_nodes():
     cost = StepCost(OUTSIDE, captured=GPU)
     # From 8.0 without drafts to 8.5 with up to 7 nodes: 0.5 / 8 = 0.0625 tokens pay for all.
-    assert kept([[0.03] * 7], cost).forest.sizes.tolist() == [7]
-    assert kept([[0.06]], cost).forest.sizes.tolist() == [0]
+    assert allot_chains([[0.03] * 7], cost).forest.sizes.tolist() == [7]
+    assert allot_chains([[0.06]], cost).forest.sizes.tolist() == [0]
     # From 8 to 16 tokens it is 0.6; one node more does not pay for it, and 8 do.
-    assert kept([[0.9] * 7 + [0.3] * 1], cost).forest.sizes.tolist() == [7]
-    assert kept([[0.9] * 7 + [0.3] * 8], cost).forest.sizes.tolist() == [15]
+    assert allot_chains([[0.9] * 7 + [0.3] * 1], cost).forest.sizes.tolist() == [7]
+    assert allot_chains([[0.9] * 7 + [0.3] * 8], cost).forest.sizes.tolist() == [15]
     # The last node of a plateau is free; the next one is the first of 10.2.
-    assert kept([[0.9] * 7 + [0.3] * 7 + [0.001] * 20], cost).forest.sizes.tolist() == [15]
+    assert allot_chains([[0.9] * 7 + [0.3] * 7 + [0.001] * 20], cost).forest.sizes.tolist() == [15]
 
 
 def test_prompts_and_large_batches_run_outside_the_graphs():
@@ -87,20 +76,20 @@ def test_prompts_and_large_batches_run_outside_the_graphs():
         given, expected = cost.prices(contexts, load, 18), curve.prices(contexts, load, 18)
         assert given.forward.tolist() == expected.forward.tolist()
         assert given.captured is expected.captured is False
-    assert kept(rows, cost, Load(prefill=100)).forest.sizes.sum() > 0
+    assert allot_chains(rows, cost, Load(prefill=100)).forest.sizes.sum() > 0
 
 
 def test_nodes_that_fill_the_plateau_are_grown_again():
     """The proposer leaves out nodes below half of `min_prob` in the next step."""
     cost = StepCost(OUTSIDE, captured=GPU)
-    allotment = kept([[0.9] * 7 + [0.3] * 4 + [0.01] * 60], cost)
+    allotment = allot_chains([[0.9] * 7 + [0.3] * 4 + [0.01] * 60], cost)
     assert allotment.forest.sizes.tolist() == [15]
     assert allotment.min_prob <= 0.01
     # Nothing was left out, so the next step may have less likely nodes.
-    assert kept([[0.9] * 7], cost).min_prob == 0
+    assert allot_chains([[0.9] * 7], cost).min_prob == 0
     # The next plateau has 16 nodes for 1.1; those shown here are not all that could fill it.
-    rate = kept([[0.9] * 15], cost).rate
-    shown = kept([[0.9] * 15 + [0.1]], cost)
+    rate = allot_chains([[0.9] * 15], cost).rate
+    shown = allot_chains([[0.9] * 15 + [0.1]], cost)
     assert shown.forest.sizes.tolist() == [15]
     assert shown.min_prob == pytest.approx(rate * 1.1 / 16, rel=1e-5)
 
@@ -133,7 +122,7 @@ def test_no_other_prefixes_emit_more_per_unit_of_time(
     cost = StepCost(
         curve, 3 * attention, attention, attention, drafts, captured=CapturedSizes(*captured)
     )
-    chosen = allot(forest_of(*rows), contexts, cost, Load()).forest.sizes.tolist()
+    chosen = allot(chains(*rows), contexts, cost, Load()).forest.sizes.tolist()
 
     def rate(sizes):
         emitted = len(rows) + sum(sum(r[:n]) for r, n in zip(rows, sizes, strict=True))
