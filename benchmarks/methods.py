@@ -26,20 +26,11 @@ class MethodError(ValueError):
 
 
 def choose_methods(names: str, configs: Sequence[str]) -> dict[str, SpeculativeConfig | None]:
-    """The methods to run, in order.
+    """The methods to run, in order: those of `names`, as in `none,ngram,lookahead`, and `configs`.
 
-    Parameters
-    ----------
-    names : str
-        Comma-separated names, as in `none,ngram,lookahead`.
-    configs : sequence of str
-        Further methods, each `NAME=JSON`. They run after `names`, or at their place in `names`.
-
-    Raises
-    ------
-    MethodError
-        A name is unknown, already taken or given twice, or a configuration is neither a JSON
-        object nor null (plain vLLM).
+    The latter are further methods, each `NAME=JSON`. They run after `names`, or at their place in
+    `names`. MethodError if a name is unknown, already taken or given twice, or a configuration is
+    neither a JSON object nor null (plain vLLM).
     """
     known = dict(KNOWN)
     for text in configs:

@@ -34,21 +34,9 @@ def load_prompts(path: Path, tokenize: Tokenize, limit: int | None = None) -> li
 
     Each line is an object with `prompt_token_ids` (a list), `prompt` (text) or `messages` (a
     chat). `category`, or else `suite`, the recorded answer, `output_token_ids`, and a text that the
-    answer may copy from, `reference_token_ids`, are optional.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    tokenize : callable
-        Called for the chosen lines that have no `prompt_token_ids`.
-    limit : int, optional
-        Choose this many prompts, spread evenly over the categories.
-
-    Raises
-    ------
-    PromptError
-        The file is missing or empty, or a line is not such an object.
+    answer may copy from, `reference_token_ids`, are optional. With a `limit`, so many lines are
+    chosen, spread evenly over the categories. `tokenize` is called for those that have no
+    `prompt_token_ids`. PromptError if the file is missing or empty, or a line is no such object.
     """
     if not path.is_file():
         raise PromptError(f"--prompts: there is no file {path}")

@@ -23,13 +23,7 @@ from lookahead_vllm.engine.plugin import PLAIN_V2
 
 
 class Simulation:
-    """All runs of one call, and their results so far.
-
-    Parameters
-    ----------
-    options
-        The command line, after `options.check`.
-    """
+    """All runs of one call, whose options were checked, and their results so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

@@ -93,25 +93,16 @@ class Copy(NamedTuple):
 class SimulatedDevice:
     """A device with streams; copies to the host arrive when it has reached them.
 
-    Its own time is spent in `launch` alone. Events, copies and waits of streams take none.
-
-    Parameters
-    ----------
-    clock : HostClock
-        Of the host; the device's times are in its seconds.
-
-    Attributes
-    ----------
-    launches : list of Launch
-        In the order in which they were launched.
-    current : Stream
-        The stream of `launch` and `copy_to_host`.
+    Its times are in seconds of the host's clock, and it spends its own in `launch` alone. Events,
+    copies and waits of streams take none.
     """
 
     def __init__(self, clock: HostClock) -> None:
         self.clock = clock
         self.launches: list[Launch] = []
+        """In the order in which they were launched."""
         self.current = self.main = Stream(self)
+        """The stream of `launch` and `copy_to_host`."""
         self._idle_since: float | None = None
         self._copies: list[Copy] = []
         self._lock = Lock()

@@ -143,13 +143,7 @@ def make_llm(job: Job) -> Any:
 
 
 class Steps:
-    """The engine core's loop, as in vLLM's own process, without clients.
-
-    Parameters
-    ----------
-    core
-        vLLM's `EngineCore`.
-    """
+    """The loop of vLLM's `EngineCore`, as in its own process, without clients."""
 
     def __init__(self, core: Any) -> None:
         self._core = core

@@ -12,28 +12,20 @@ from benchmarks.device.device import HostClock
 class HostWork:
     """Times and counts what a step's CPU time contains beside the host's work.
 
-    Parameters
-    ----------
-    clock
-        Of the host. It stops while a function stands in for a kernel.
-
-    Attributes
-    ----------
-    stand_ins : float
-        Seconds in functions that compute what a GPU's kernels would.
-    polled : float
-        Seconds in which the host only asks whether the device has ended.
-    launches : int
-        Of kernels outside of the model's forward pass: calls of these functions, and while
-        `counting_operators`, torch's operators that launch one.
-    operators : int
-        Of torch outside of these functions, views included, while `counting_operators`.
+    The host's clock stops while a function stands in for a kernel.
     """
 
     def __init__(self, clock: HostClock) -> None:
         self._clock = clock
-        self.stand_ins = self.polled = 0.0
-        self.launches = self.operators = 0
+        self.stand_ins = 0.0
+        """Seconds in functions that compute what a GPU's kernels would."""
+        self.polled = 0.0
+        """Seconds in which the host only asks whether the device has ended."""
+        self.launches = 0
+        """Of kernels outside of the model's forward pass: calls of these functions, and while
+        `counting_operators`, torch's operators that launch one."""
+        self.operators = 0
+        """Of torch outside of these functions, views included, while `counting_operators`."""
         self._inside = False
 
     def kernel(self, function: Callable[..., Any], launches: int = 1) -> Callable[..., Any]:

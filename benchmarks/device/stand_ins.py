@@ -79,20 +79,10 @@ def register_model(
 ) -> None:
     """Make the load format "simulated": a model whose forward pass the device runs.
 
-    A second model, the drafter, writes the same text, except that every fourth token is wrong.
-
-    Parameters
-    ----------
-    device
-        Runs the forward passes.
-    work
-        Gets the time that this function's models take.
-    text
-        What the model writes.
-    seconds_of : callable
-        The device's time for a forward pass over a number of tokens.
-    drafter_share
-        The drafter's time, as a share of the model's for a single token.
+    `seconds_of` is the device's time for a forward pass over a number of tokens. A second model,
+    the drafter, writes the same text, except that every fourth token is wrong; `drafter_share` is
+    its time, as a share of the model's for a single token. `work` gets the time that both take
+    here.
     """
     import torch
     from vllm.model_executor.model_loader import register_model_loader

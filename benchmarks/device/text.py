@@ -18,13 +18,8 @@ class Text:
     """A rule by which texts go on.
 
     The next token depends on the token and its position alone. So it is known at every node of a
-    draft tree without attention, and trees change no answer.
-
-    Parameters
-    ----------
-    patterned : bool
-        Texts with patterns have loops that drafters learn. In texts without, the next token is
-        any of the vocabulary's, with the same probability.
+    draft tree without attention, and trees change no answer. Patterned texts have loops that
+    drafters learn; in others, the next token is any of the vocabulary's, with the same probability.
     """
 
     def __init__(self, patterned: bool) -> None:

@@ -65,20 +65,10 @@ def cpu_runtime(base: Mapping[str, str]) -> dict[str, str]:
 class FreshEngine:
     """vLLM in a new process, which answers questions.
 
-    A context manager: the process and its children end with the block.
-
-    Parameters
-    ----------
-    module : str
-        The module that the process runs; see `engine_process`.
-    job : Any
-        The module's input, as JSON.
-    environment : mapping
-        Added to this process's environment.
-    log : Path
-        Gets everything that vLLM prints. The job is written beside it.
-    on_event : callable
-        Called with each event that is not an answer, such as a finished request.
+    A context manager: the process and its children end with the block. It runs `module`, see
+    `engine_process`, whose input, the job, is written as JSON beside the log. `environment` is
+    added to this process's. `on_event` is called with each event that is not an answer, such as a
+    finished request.
     """
 
     def __init__(

@@ -10,50 +10,35 @@ from benchmarks.engines.generate import Generation, Turn
 
 
 class Figures(TypedDict):
-    """The figures of a set of answers; None where a figure is not defined.
-
-    tokens_per_s
-        Emitted tokens over wall time, prefills included. For a category, only at batch size 1.
-    ratio
-        `tokens_per_s` over that of plain vLLM.
-    steps
-        Decode steps of a request, summed over the requests.
-    tokens_per_step
-        Tokens that decode steps emitted over `steps`, drafted or not: the papers' EDL and S.
-        Plain vLLM has 1.00.
-    acceptance_length
-        vLLM's mean acceptance length: 1 + accepted draft tokens over the steps that had a draft.
-    draft_tokens_per_step
-        Draft tokens that were verified, over `steps`.
-    mismatches
-        Prompts whose token ids differ from plain vLLM's.
-    """
+    """The figures of a set of answers; None where a figure is not defined."""
 
     tokens: int | None
     tokens_per_s: float | None
+    """Emitted tokens over wall time, prefills included. For a category, only at batch size 1."""
     ratio: float | None
+    """`tokens_per_s` over that of plain vLLM."""
     steps: int | None
+    """Decode steps of a request, summed over the requests."""
     tokens_per_step: float | None
+    """Tokens that decode steps emitted over `steps`, drafted or not: the papers' EDL and S. Plain
+    vLLM has 1.00."""
     acceptance_length: float | None
+    """vLLM's mean acceptance length: 1 + accepted draft tokens over the steps that had a draft."""
     draft_tokens_per_step: float | None
+    """Draft tokens that were verified, over `steps`."""
     mismatches: int | None
+    """Prompts whose token ids differ from plain vLLM's."""
 
 
 class Row(Figures):
-    """The figures of a method at a batch size.
-
-    prompts
-        Their number.
-    full
-        The share of the time in which the batch was full; at the end of a turn it empties.
-    tokens_per_s_runs, ratio_runs, tokens_per_step_runs
-        The figure in each turn.
-    """
+    """The figures of a method at a batch size; those of `_runs` by turn."""
 
     method: str
     batch_size: int
     prompts: int
+    """Their number."""
     full: float | None
+    """The share of the time in which the batch was full; at the end of a turn it empties."""
     by_category: dict[str, Figures]
     tokens_per_s_runs: list[float]
     ratio_runs: list[float]
@@ -98,16 +83,7 @@ class Outcome:
     error: str | None = None
 
 
-NO_FIGURES: Figures = {
-    "tokens": None,
-    "tokens_per_s": None,
-    "ratio": None,
-    "steps": None,
-    "tokens_per_step": None,
-    "acceptance_length": None,
-    "draft_tokens_per_step": None,
-    "mismatches": None,
-}
+NO_FIGURES: Figures = dict.fromkeys(Figures.__annotations__)  # type: ignore[assignment]
 """Of a run that failed, or of a category without prompts."""
 
 
@@ -119,16 +95,9 @@ def make_row(
     categories: Sequence[str],
     check_exact: bool,
 ) -> Row:
-    """Sum up the outcome of a method at a batch size.
+    """Sum up the outcome of a method at a batch size; `categories` has that of each prompt.
 
-    Parameters
-    ----------
-    baseline : Run or None
-        Plain vLLM's run.
-    categories : sequence of str
-        The category of each prompt.
-    check_exact : bool
-        Whether to count the answers that differ from the baseline's.
+    The baseline is plain vLLM's run; with `check_exact`, answers that differ from it are counted.
     """
     run = outcome.run
     turns = run.turns if run else []
@@ -156,11 +125,7 @@ def make_row(
 
 
 def figures(
-    run: Run,
-    baseline: Run | None,
-    chosen: Sequence[int],
-    batch_size: int,
-    check_exact: bool,
+    run: Run, baseline: Run | None, chosen: Sequence[int], batch_size: int, check_exact: bool
 ) -> Figures:
     """The figures of the chosen prompts in one run."""
     picked = [run.generations[i] for i in chosen]

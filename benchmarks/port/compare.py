@@ -23,12 +23,9 @@ ENGINE = TABLE.parent
 def problems(root: Path | None = None) -> Iterator[str]:
     """What lookahead uses and a vLLM does not have, for instance "vllm.config has no VllmConfig".
 
-    Parameters
-    ----------
-    root
-        Folder that holds the `vllm` package. By default the installed one, of which the table and
-        all imports are compared. In another one, every name that `engine/` uses and the installed
-        vLLM mentions has to be mentioned, too. The sources are read, not imported.
+    By default it is the installed one, of which the table and all imports are compared. In one that
+    is in the folder `root`, every name that `engine/` uses and the installed vLLM mentions has to
+    be mentioned, too. The sources are read, not imported.
     """
     installed = compatibility.package()
     package = installed if root is None else root / "vllm"

@@ -41,25 +41,15 @@ class LoadFailed(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """A number of requests, and when they arrive.
-
-    Parameters
-    ----------
-    count : int
-        The number of requests.
-    rate : float, optional
-        Requests a second, as a Poisson process. Without it, a closed loop of `concurrency` clients,
-        each of which sends a request as soon as its previous one is answered.
-    concurrency : int, optional
-        Clients of the closed loop.
-    seed : int
-        Determines which prompts are sent, in which order and when.
-    """
+    """A number of requests, and when they arrive."""
 
     count: int
     rate: float | None = None
+    """Requests a second, as a Poisson process. Without it, a closed loop of `concurrency` clients,
+    each of which sends a request as soon as its previous one is answered."""
     concurrency: int | None = None
     seed: int = 0
+    """Determines which prompts are sent, in which order and when."""
 
 
 def write_requests(texts: Sequence[str], path: Path) -> None:
@@ -74,27 +64,11 @@ def write_requests(texts: Sequence[str], path: Path) -> None:
 def bench_serve(
     url: str, model: str, requests: Path, load: Load, max_tokens: int, salt: str, log: Path
 ) -> Latencies:
-    """Send the load to a server and wait for the greedy answers.
+    """Send requests of a file of `write_requests` to a server, and wait for the greedy answers.
 
-    Parameters
-    ----------
-    url : str
-        The server's URL, as in http://127.0.0.1:8000.
-    model : str
-        The served model; its tokenizer counts the tokens of the prompts.
-    requests : Path
-        The file that `write_requests` wrote.
-    max_tokens : int
-        The limit of each answer.
-    salt : str
-        The requests' `cache_salt`. KV and n-grams of requests with another salt are not used.
-    log : Path
-        Gets everything that the client prints.
-
-    Raises
-    ------
-    LoadFailed
-        The client failed, or the server did not answer every request.
+    The model's tokenizer counts the tokens of the prompts. KV and n-grams of requests with another
+    `salt` are not used. LoadFailed if the client failed, or not every request was answered; the log
+    has everything that the client prints.
     """
     result = log.with_suffix(".json")
     result.unlink(missing_ok=True)

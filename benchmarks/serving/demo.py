@@ -14,7 +14,7 @@ from pathlib import Path
 
 from openai import OpenAI
 
-from benchmarks.serving.server import ServerError, free_port, get, say, serving
+from benchmarks.serving.server import ServerError, free_port, get, say, serving, sum_of
 from lookahead_vllm.cli.arguments import positive
 
 REPO = Path(__file__).resolve().parents[2]
@@ -63,14 +63,9 @@ def bold(text: str) -> str:
 
 def speculation_counters(url: str) -> tuple[float, float]:
     """(drafts, accepted tokens) since the server started; zeros without speculation."""
-    totals = {"vllm:spec_decode_num_drafts_total": 0.0}
-    totals["vllm:spec_decode_num_accepted_tokens_total"] = 0.0
-    for line in get(f"{url}/metrics").splitlines():
-        name = line.split("{")[0]
-        if name in totals:
-            totals[name] += float(line.rsplit(" ", 1)[1])
-    drafts, accepted = totals.values()
-    return drafts, accepted
+    metrics, prefix = get(f"{url}/metrics"), "vllm:spec_decode_num"
+    drafts = sum_of(metrics, f"{prefix}_drafts_total")
+    return drafts, sum_of(metrics, f"{prefix}_accepted_tokens_total")
 
 
 def stream(client: OpenAI, model: str, prompt: str, max_tokens: int, show: bool) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -30,23 +31,10 @@ def serving(
 ) -> Iterator[str]:
     """Print the command, run the server, and yield its URL once it is healthy.
 
-    Parameters
-    ----------
-    command : sequence of str
-        `vllm serve ...`, with a `--port`. `vllm` is that of this Python's environment; on a CPU
-        it runs with the libraries that vLLM asks to have preloaded. The printed command works in a
-        shell.
-    port : int
-        The port on 127.0.0.1.
-    log : Path
-        Gets everything that the server prints.
-    environment : mapping, optional
-        Added to this process's environment.
-
-    Raises
-    ------
-    ServerError
-        The server ended, its engine died, or it was not ready after ten minutes.
+    The command is `vllm serve ...`, with this `--port`, and works in a shell as it is printed.
+    `vllm` is that of this Python's environment; on a CPU it runs with the libraries that vLLM asks
+    to have preloaded. `environment` is added to this process's. ServerError if the server ended,
+    its engine died, or it was not ready after ten minutes.
     """
     say(f"\n$ {shlex.join(command)}")
     url = f"http://127.0.0.1:{port}"
@@ -71,6 +59,11 @@ def get(url: str) -> str:
     """The body of the answer to a GET request."""
     with urllib.request.urlopen(url, timeout=5) as response:
         return str(response.read().decode())
+
+
+def sum_of(metrics: str, name: str) -> float:
+    """The sum of a metric over its labels, in an answer of /metrics; `name` is a pattern."""
+    return sum(map(float, re.findall(rf"^{name}{{.*}} (\S+)$", metrics, re.MULTILINE)))
 
 
 def free_port() -> int:

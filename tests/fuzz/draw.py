@@ -145,14 +145,9 @@ def draw_round(
 ) -> Round:
     """Draw the round of this seed; equal arguments give equal rounds.
 
-    Parameters
-    ----------
-    elsewhere_share
-        The probability that lookahead's engine runs in other processes.
-    with_drafter
-        Whether a trained drafter proposes, too.
-    with_fleet
-        Whether two engines share what they learn.
+    With a probability of `elsewhere_share`, lookahead's engine runs in other processes.
+    `with_drafter`, a trained drafter proposes, too; `with_fleet`, two engines share what they
+    learn.
     """
     rng = random.Random(seed)
     model = rng.choice(models)

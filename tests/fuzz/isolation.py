@@ -38,16 +38,10 @@ class LeakDetector:
     its references, its tool results, and all answers of its namespace, including later ones. Of a
     kept conversation it may learn what is in its own prompt, which is its own text, answers, which
     are its namespace's, and the tool results of prompts with which its own begins; with `share`
-    "none", its own alone.
+    "none", which a speculative config without it counts as, its own alone.
 
-    Parameters
-    ----------
-    requests
-        The requests of the round, which may be sent several times.
-    references
-        By request: its references, as token ids.
-    lookahead
-        The speculative config; `share` counts as "none" if missing.
+    The requests of the round may be sent several times; `references` has those of each, as token
+    ids.
     """
 
     def __init__(

@@ -183,13 +183,7 @@ def _params(request: Request, references: Sequence[list[int]]) -> SamplingParams
 
 
 class Session:
-    """A streaming session, driven as vLLM's `AsyncLLM` does it; sends its first turn.
-
-    Attributes
-    ----------
-    turn
-        The number of turns that have ended.
-    """
+    """A streaming session, driven as vLLM's `AsyncLLM` does it; sends its first turn."""
 
     def __init__(
         self,
@@ -200,6 +194,7 @@ class Session:
         references: Sequence[list[int]],
     ) -> None:
         self.turn = 0
+        """The number of turns that have ended."""
         self._engine = llm.llm_engine
         self._name = str(index)
         self._id: str | None = None

@@ -55,31 +55,22 @@ class Request:
 
 @dataclass
 class Round:
-    """A model, the settings of two engines that run it, and the requests to both.
-
-    Attributes
-    ----------
-    settings
-        Engine arguments of both engines.
-    stress
-        Further arguments of the lookahead engine; they must not change its output.
-    lookahead
-        The speculative config.
-    drafter
-        vLLM's method of a trained drafter, one of `tests.support.drafters.DRAFTERS`; "" for none.
-    processes
-        What has a process of its own in the lookahead engine: nothing if "", else "engine and
-        worker", TWO_STAGES or TWO_REPLICAS.
-    """
+    """A model, the settings of two engines that run it, and the requests to both."""
 
     model: str
     settings: dict[str, Any]
+    """Engine arguments of both engines."""
     stress: dict[str, Any]
+    """Further arguments of the lookahead engine; they must not change its output."""
     lookahead: dict[str, Any]
+    """The speculative config."""
     requests: list[Request]
     features: set[str]
     drafter: str = ""
+    """vLLM's method of a trained drafter, one of `tests.support.drafters.DRAFTERS`; "" for none."""
     processes: str = ""
+    """What has a process of its own in the lookahead engine: nothing if "", else "engine and
+    worker", TWO_STAGES or TWO_REPLICAS."""
     interruption: str = ""
     """What the lookahead engine is told while it runs, one of `play.INTERRUPTIONS`, or ""."""
     interrupt_every: int = 1

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 Expected = Literal["refused", "answered", "either"]
+"""A status of 400 to 499, of 200, or one of these."""
 
 VOCAB = 128
 MODEL = "m"
@@ -25,23 +26,13 @@ MAX_TOKENS = 16_384
 
 @dataclass(frozen=True)
 class Request:
-    """A request, and the expected response of a server with lookahead.
-
-    Attributes
-    ----------
-    name : str
-        What is wrong with it.
-    path : str
-        The endpoint.
-    body : bytes
-        What is sent; not always valid JSON.
-    expected : "refused", "answered" or "either"
-        "refused": a status of 400 to 499; "answered": 200; "either": one of these.
-    """
+    """A request, and the expected response of a server with lookahead."""
 
     name: str
+    """What is wrong with it."""
     path: str
     body: bytes
+    """Not always valid JSON."""
     expected: Expected = "refused"
 
     def without_lookahead(self) -> Request:

@@ -56,21 +56,10 @@ class HostileActions:
 
 
 class Load:
-    """Hostile clients of the server with lookahead.
-
-    Parameters
-    ----------
-    rate : float
-        Hostile clients per second.
-    """
+    """Hostile clients of the server with lookahead, `rate` of them a second."""
 
     def __init__(
-        self,
-        report: Report,
-        good_client: GoodClient,
-        lookahead: Watch,
-        plain: Watch,
-        rate: float,
+        self, report: Report, good_client: GoodClient, lookahead: Watch, plain: Watch, rate: float
     ) -> None:
         self._report = report
         self._good_client = good_client

@@ -41,24 +41,13 @@ LOOKAHEAD = ("--speculative-model", "[lookahead]")
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of a run.
-
-    Attributes
-    ----------
-    minutes : float
-        Duration, without the start of the servers.
-    seed : int
-        Seed of everything that is drawn.
-    rate : float
-        Hostile clients per second in the load.
-    is_quick : bool
-        Few bad requests; times and memory cannot be violations.
-    """
+    """The parameters of a run; those of `scripts/hostile.py`, but for one."""
 
     minutes: float
     seed: int
-    rate: float = 20.0
+    rate: float
     is_quick: bool = False
+    """Few bad requests; times and memory cannot be violations."""
 
     def bad_requests(self, rng: random.Random) -> list[Request]:
         fixed = [*bad_requests.every_value(), *bad_requests.around_limits()]
@@ -158,8 +147,9 @@ class Run:
             if fault.kind != "slow" or not self._plan.is_quick
         ]
 
-    async def _largest_references(self, count: int = 16) -> None:
-        """Send `count` requests with the largest reference at once."""
+    async def _largest_references(self) -> None:
+        """Many requests with the largest reference at once."""
+        count = 16
         ids = json.dumps([7] * MAX_TOKENS)
         body = bad_requests.completion(
             f'{{"lookahead_reference": {ids}}}', max_tokens=256, ignore_eos=True
@@ -182,7 +172,7 @@ class Run:
             elif not idle:
                 self._report.plain_too[kind].append("after all clients left")
 
-    async def _many_namespaces(self, seconds: float, num_clients: int = 8) -> None:
+    async def _many_namespaces(self, seconds: float) -> None:
         stop = time.monotonic() + seconds
         rng = random.Random(self._plan.seed)
 
@@ -195,7 +185,7 @@ class Run:
                 for fault in self._faults_of(request, reply):
                     self._report.fault(request, fault, plain_too=False)
 
-        await asyncio.gather(*(one_client() for _ in range(num_clients)))
+        await asyncio.gather(*(one_client() for _ in range(8)))
         await self._good_client.ask_known()
         log(f"{self._report.namespaces} namespaces in {seconds:.0f} s")
 

@@ -16,17 +16,10 @@ MIN_MEMORY_MINUTES = 10.0
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a reply.
-
-    Attributes
-    ----------
-    kind : str
-        Compared with the kinds of plain vLLM's faults.
-    description : str
-        One sentence.
-    """
+    """A fault of a reply."""
 
     kind: str
+    """Compared with the kinds of plain vLLM's faults."""
     description: str
 
 
@@ -74,32 +67,21 @@ def _faults_of_refusal(body: bytes, start: str) -> list[Fault]:
 
 @dataclass
 class Report:
-    """The figures of a run.
-
-    Attributes
-    ----------
-    seed : int
-        Seed of the run, which violations quote.
-    violations : list of str
-        Broken promises, with the requests that show them.
-    plain_too : dict of str to list of str
-        Faults that plain vLLM has as well, by kind.
-    sent : Counter of str
-        Hostile requests by kind.
-    memory_growth : float
-        Relative growth of the resident memory of the server with lookahead.
-    """
+    """The figures of a run."""
 
     seed: int
-
     violations: list[str] = field(default_factory=list)
+    """Broken promises, with the requests that show them."""
     plain_too: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Faults that plain vLLM has as well, by kind."""
     sent: Counter[str] = field(default_factory=Counter)
+    """Hostile requests by kind."""
     namespaces: int = 0
     good_answers: int = 0
     ties: int = 0
     slowest_refusal: float = 0.0
     memory_growth: float = 0.0
+    """Relative, of the resident memory of the server with lookahead."""
     minutes_watched: float = 0.0
 
     def violation(self, description: str) -> None:

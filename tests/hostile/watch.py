@@ -11,6 +11,7 @@ from statistics import median
 import psutil
 import requests
 
+from benchmarks.serving.server import sum_of
 from tests.support.servers import END_SECONDS, Server
 
 ENGINE_ERROR = re.compile(r"^\((?:EngineCore|Worker)\S* pid=\d+\) ERROR", re.MULTILINE)
@@ -21,15 +22,7 @@ TRACEBACK = re.compile(
 
 
 class Watch:
-    """Observes the processes and the log of one server.
-
-    Parameters
-    ----------
-    server : Server
-        Its present processes are observed.
-    log : Path
-        Its output.
-    """
+    """Observes the present processes and the log of one server."""
 
     def __init__(self, server: Server, log: Path) -> None:
         self.port = int(server.url.rsplit(":", 1)[1])
@@ -55,8 +48,7 @@ class Watch:
 
     def counted(self, name: str) -> float:
         """The sum of a metric."""
-        metrics = requests.get(f"{self._server.url}/metrics", timeout=30).text
-        return sum(map(float, re.findall(rf"^{name}{{\S* (\S+)$", metrics, re.MULTILINE)))
+        return sum_of(requests.get(f"{self._server.url}/metrics", timeout=30).text, name)
 
     def becomes_idle(self, timeout: float = 30.0) -> bool:
         """Whether all requests end within `timeout` seconds."""

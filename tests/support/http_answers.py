@@ -3,7 +3,6 @@
 The chunks of a stream are joined first, because a step of speculation sends several tokens in one.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -103,14 +102,6 @@ def _without_textless(value: Any) -> Any:
 
 def _is_textless(item: Any) -> bool:
     return isinstance(item, Mapping) and "logprob" in item and item["token"] in TEXTLESS
-
-
-def draft_counters(metrics: str) -> list[int]:
-    """Draft tokens and accepted ones since a server started, from its /metrics."""
-    patterns = (
-        rf"^vllm:spec_decode_num_{name}_tokens_total\S* (\S+)$" for name in ("draft", "accepted")
-    )
-    return [int(sum(map(float, re.findall(p, metrics, re.MULTILINE)))) for p in patterns]
 
 
 def compared(plain: Answer, ours: Answer, exact: bool = True) -> tuple[Verdict, list[str]]:

@@ -29,16 +29,9 @@ class LateSteps:
     """A scheduler and a stand-in for its worker; one step is in flight when the next is scheduled.
 
     The worker writes each token's request and position into the block that the scheduler gave the
-    request, and checks in every step that all earlier ones are still there.
-
-    Parameters
-    ----------
-    blocks
-        The KV blocks of four tokens that requests can use.
-    lookahead
-        lookahead's options; plain vLLM without.
-    accepted
-        How many nodes are accepted of a number of slots.
+    request, and checks in every step that all earlier ones are still there. Requests can use
+    `blocks` KV blocks of four tokens. Without options of lookahead, it is plain vLLM. `accepted`
+    says how many nodes are accepted of a number of slots.
     """
 
     def __init__(

@@ -77,12 +77,8 @@ def _descendants(pid: int) -> list[psutil.Process]:
 def running(folder: Path, patch: pytest.MonkeyPatch, ranks: int = 2) -> Iterator[RayCluster]:
     """Start a cluster with room for `ranks` workers; engines that start in the block use it.
 
-    Parameters
-    ----------
-    folder
-        An empty folder, for the plugin and the log.
-    patch
-        Sets the environment of this process; undone by the caller.
+    The folder, which is empty, gets the plugin and the log. The caller undoes the patch, which sets
+    the environment of this process.
     """
     import ray
     from vllm.utils.system_utils import get_mp_context
