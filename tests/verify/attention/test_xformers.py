@@ -81,3 +81,16 @@ def test_it_says_what_it_cannot_do(options, reason):
     case = PagedAttentionCase([DraftTree.chain([1, 2])], [20], **given)
     with pytest.raises(ValueError, match=reason):
         case.run("xformers")
+
+
+def test_it_says_that_it_cannot_skip_padding_behind_a_page():
+    """As in hybrids, whose pages are as large as a recurrent state."""
+    case = PagedAttentionCase(
+        [DraftTree.chain([1, 2])], [20], head_size=16, dtype=torch.float16, layout="tokens first"
+    )
+    blocks, page, heads, width = case.key_cache.shape
+    strides = (page * heads * width + width, heads * width, width, 1)
+    padded = torch.zeros(blocks * strides[0], dtype=torch.float16)
+    case.key_cache = case.value_cache = padded.as_strided(case.key_cache.shape, strides)
+    with pytest.raises(ValueError, match="without padding"):
+        case.run("xformers")
