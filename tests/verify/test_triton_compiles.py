@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lookahead_vllm.verify import history
+from lookahead_vllm.verify.attention import paged_attention
 from lookahead_vllm.verify.devices import ON_CPUS, ON_GPUS
 from lookahead_vllm.verify.place import Placer
 from lookahead_vllm.verify.walk import walk
@@ -29,6 +30,7 @@ from tests.verify.walk import test_walk
 pytestmark = pytest.mark.skipif(not (tools() / "ptxas").is_file(), reason="no ptxas")
 
 SHARED_BYTES = 99 << 10  # of shared memory per block, on every device since Ampere
+SHARED_BYTES_OF_HOPPER = 227 << 10
 ALL_OPTIONS = dict(window=20, alibi=True, soft_cap=5.0, sinks=True)
 KERNELS = {
     "_attend_tile", "merge_splits", "_attend_latents", "_move_paths", "_walk", "_place",
@@ -78,6 +80,19 @@ def test_tree_attention_fits_and_does_not_spill(capability, nodes, context, opti
         assert not any(map(spills, loops))
         assert "cp.async" in compiled.asm["ptx"]
     check_merge(launches["merge_splits"], capability, is_launched=context > 1000)
+
+
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_draft_blocks_beside_contexts_fit_and_do_not_spill(head_size, launches):
+    """On Hopper, where FlashAttention 3 attends to the contexts."""
+    tree = random_tree(np.random.default_rng(0), 64)
+    case = PagedAttentionCase([tree], [4000], heads=8, head_size=head_size, dtype=torch.bfloat16)
+    lse = torch.zeros(8, len(case.query))
+    case.run(lambda call: paged_attention(call._replace(context_lse=lse), "triton"))
+    compiled = launches["_attend_tile"].compile(90)
+    assert compiled.metadata.shared <= SHARED_BYTES_OF_HOPPER
+    loops = list(loops_with_dots(instructions_of(compiled)))
+    assert len(loops) == 1 and not any(map(spills, loops))
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120])
