@@ -67,6 +67,8 @@ class Case:
     fp8: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     """`sliding_window` and `soft_cap`; True for `alibi_slopes` or `sinks` draws them."""
+    pages_before: int = 0
+    """Pages of no request, before those of the requests; they hold anything."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -122,10 +124,13 @@ class Case:
         lengths = [c + s for c, s in zip(self.contexts, self.sizes, strict=True)]
         pages = max(lengths) // self.page_size + 1
         block_table = torch.randperm(count * pages, device=DEVICE).int().view(count, pages)
-        shape = (count * pages, self.page_size, self.kv_heads, 2 * self.head_size)
+        block_table += self.pages_before
+        all_pages = self.pages_before + count * pages
+        shape = (all_pages, self.page_size, self.kv_heads, 2 * self.head_size)
         if self.heads_first:
             shape = (shape[0], shape[2], shape[1], shape[3])
-        cache = torch.full(shape, math.nan, device=DEVICE, dtype=self.dtype)
+        cache = torch.empty(shape, device=DEVICE, dtype=self.dtype)
+        cache[self.pages_before :] = math.nan
         if self.fp8:
             cache = cache.to(torch.float8_e4m3fn)
         if self.heads_first:
@@ -150,6 +155,10 @@ class Case:
         """The largest distance of a row from float64, relative to the row's length."""
         self.output.fill_(math.nan)
         self.run(impl)
+        return self.distance()
+
+    def distance(self) -> float:
+        """The same of what `output` holds."""
         largest = 0.0
         for start, expected in reference_paged_attention(self.call, torch.float64):
             found = self.output[start : start + len(expected)]

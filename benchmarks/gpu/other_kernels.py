@@ -23,6 +23,7 @@ from lookahead_vllm.verify.walk.triton import walk_rows
 
 attention_cases: Any = import_module("tests.support.attention_cases")
 latent_cases: Any = import_module("tests.support.latent_cases")
+test_attention: Any = import_module("tests.verify.attention.test_paged_attention")
 test_history: Any = import_module("tests.verify.history.test_history")
 test_place: Any = import_module("tests.verify.place.test_place")
 test_moves: Any = import_module("tests.verify.moves.test_triton")
@@ -40,6 +41,9 @@ def checks() -> Iterator[tuple[str, Callable[[], Found]]]:
     for dtype in (torch.bfloat16, torch.float32):
         yield f"trees in a replayed graph, {dtype}", partial(check_graph, dtype)
         yield f"latent attention, {dtype}", partial(check_latents, dtype)
+    for head_size in (128, 256):
+        yield f"draft blocks beside contexts, heads of {head_size}", partial(check_merge, head_size)
+    yield "a cache of more than 2**31 elements", check_large_cache
     for what in ("penalties", "bad words", "thinking budgets"):
         yield f"{what} at nodes", partial(check_history, what)
     yield "the model's choices", check_choices
@@ -142,6 +146,30 @@ def check_graph(dtype: torch.dtype) -> Found:
     return {"error": largest, "bound": MAX_ERROR[dtype]}
 
 
+def check_merge(head_size: int) -> Found:
+    """In graphs, FlashAttention attends to the contexts, and tree attention adds draft blocks."""
+    case = Case([900, 40, 3000, 7], [40, 9, 130, 0], head_size=head_size, causal=(3,))
+    inputs = case.call._replace(  # so that the logarithms are not rounded to bfloat16
+        query=case.query.double(),
+        key_cache=case.key_cache.double(),
+        value_cache=case.value_cache.double(),
+    )
+    lse = test_attention.attend_contexts(inputs).to(DEVICE)
+    paged_attention(case.call._replace(context_lse=lse))
+    return {"error": case.distance(), "bound": case.max_error}
+
+
+def check_large_cache() -> Found:
+    """The pages of the requests are behind 4 GB of others."""
+    case = Case([700, 20], [40, 5], pages_before=2**31 // (16 * 2 * 2 * 128))
+    error = case.error("auto")
+    mover, page = PagedKVMover([case.cache.transpose(1, 2)]), case.block_table[0, 1].long()
+    moved = case.cache[page, 3].clone()
+    mover.move_paths(*torch.tensor([[[0, 3]], [[0, 1]]], device=DEVICE).add_(page * 16))
+    assert torch.equal(case.cache[page, 1], moved)
+    return {"error": error, "bound": case.max_error}
+
+
 def check_history(what: str) -> Found:
     for seed in range(12):
         step = test_history.random_step(seed)
@@ -215,11 +243,20 @@ def check_tail(dtype: torch.dtype, num_choices: int) -> Found:
     caches = [torch.randn(count // 16, 2, 16, 64, device=DEVICE) for _ in range(2)]
     draws, mover = tail.Draws(requests, torch.device(DEVICE)), PagedKVMover(caches)
     emitted = tail.Emitted.empty(requests + 2, 21, torch.device(DEVICE))
-    given: Any = (logits, rows, torch.arange(count, device=DEVICE), draws, [mover], emitted, False)
-    tail.run_tail(*given, num_choices=num_choices)
+    given: Any = (
+        logits,
+        rows,
+        torch.arange(count, device=DEVICE),
+        draws,
+        [mover],
+        emitted,
+        False,
+        num_choices,
+    )
+    tail.run_tail(*given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = tail.run_tail(*given, num_choices=num_choices)
+        captured = tail.run_tail(*given)
     rng = np.random.default_rng(0)
     for seed in range(12):
         case = test_walk.random_case(seed, requests, 20)
@@ -238,11 +275,7 @@ def check_tail(dtype: torch.dtype, num_choices: int) -> Found:
         logits.normal_()
         logits[own].scatter_add_(1, sampled[:, None].to(DEVICE), logits.new_full((len(ids), 1), 9))
         before = [cache.clone() for cache in caches]
-        expected = [
-            part.clone()
-            for part in tail.run_tail(*given, num_choices=num_choices)
-            if part is not None
-        ]
+        expected = [part.clone() for part in tail.run_tail(*given) if part is not None]
         moved = [cache.clone() for cache in caches]
         for cache, old in zip(caches, before, strict=True):
             cache.copy_(old)

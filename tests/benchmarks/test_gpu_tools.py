@@ -22,6 +22,7 @@ from benchmarks.gpu.bundle import pack
 from benchmarks.gpu.processes import Limit, in_processes
 from lookahead_vllm.engine.cpu_kernels import table
 from lookahead_vllm.engine.step import tail
+from lookahead_vllm.verify.attention import paged_attention
 from lookahead_vllm.verify.layout.paged_batch import CAUSAL
 from tests.support import graph_engine, recorded_graphs
 
@@ -41,15 +42,27 @@ def test_every_case_is_checked_against_attention_by_the_book(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["rows", "penalties", "bad words", "thinking", "latent", "choices"]
+    "name", ["rows", "penalties", "bad words", "thinking", "latent", "choices", "contexts"]
 )
 def test_the_other_kernels_are_checked(name, monkeypatch):
     """Those of a CPU stand in for them."""
-    monkeypatch.setattr(other_kernels, "DEVICE", "cpu")
+    for module in (other_kernels, case):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
     for found, check in other_kernels.checks():
         if name in found:
             row = check()
             assert row.get("error", 0) < row.get("bound", 1)
+
+
+def test_contexts_that_are_merged_with_other_weights_are_found(monkeypatch):
+    def attend(call):
+        paged_attention(call._replace(context_lse=call.context_lse + 0.1))
+
+    for module in (other_kernels, case):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(other_kernels, "paged_attention", attend)
+    row = other_kernels.check_merge(64)
+    assert row["error"] > row["bound"]
 
 
 class _LateGraph(recorded_graphs.RecordedGraph):
