@@ -31,7 +31,7 @@ from lookahead_vllm.engine.runner.graph_runner import GraphRunner
 from lookahead_vllm.engine.workers import cpu as cpu_worker
 from tests.support import recorded_graphs, torch_pages
 
-SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
+SIZES = [1, 2, 4, 6, 8, 16, 32, 64, 128]
 
 
 class _Impl(CPUAttentionBackendImpl):

@@ -123,10 +123,11 @@ def run_tail(
         How many of the model's choices at each row are wanted.
     """
     sampled = draws.sample(logits, rows.entries, rows.positions, use_fp64)
-    tokens, num_sampled = (part[: len(rows.lengths)] for part in emitted)
-    path = empty_walk(len(logits), *tokens.shape, device=logits.device)
+    num_requests, width = len(rows.lengths), emitted.tokens.shape[1]
+    path = empty_walk(len(logits), num_requests, width, logits.device)
+    tokens, num_sampled = (part[:num_requests] for part in emitted)
     path = path._replace(tokens=tokens, num_sampled=num_sampled)
-    walk(rows.ids, sampled, rows.parents, rows.starts, indices, tokens.shape[1], path)
+    walk(rows.ids, sampled, rows.parents, rows.starts, indices, width, path)
     for mover, slots in zip(movers, rows.slots, strict=bool(movers)):
         mover.move_paths(slots[path.origins], slots[path.targets])
     num_rejected = rows.starts.diff() - path.num_sampled

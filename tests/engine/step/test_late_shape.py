@@ -12,6 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
+from lookahead_vllm.engine.runner import draft_graphs
 from lookahead_vllm.engine.step.late_shape import LateMetadata
 from tests.support import graph_engine
 from tests.support.driving import (
@@ -160,6 +161,7 @@ def test_steps_whose_requests_are_only_drawn_are_one_launch_after_the_model(mode
 @pytest.mark.parametrize("mode", ["graphs", "graphs with a schedule"])
 def test_steps_without_slots_are_one_launch_after_the_model_too(mode, proposer, llama, monkeypatch):
     """The drafts never pay, so few steps have slots; but some do."""
+    monkeypatch.setattr(draft_graphs, "MIN_ROWS_OF_OWN_TAILS", 4)
     every_kind = [*DRAWN[:6], *PARAMS[6:]]
 
     def answers_of(llm: LLM) -> list[Any]:
@@ -184,6 +186,7 @@ def test_steps_without_slots_are_one_launch_after_the_model_too(mode, proposer, 
         # A tail may have more rows than the model's graph.
         graphs = [step.graph for step in without]
         assert any(tail_of(graph).num_tokens > graph.num_tokens for graph in graphs)
+        assert any(tail_of(graph).max_query_len is None for graph in graphs)  # one of its own
 
 
 LONG = of_length(90)
