@@ -107,10 +107,13 @@ def spills(instructions: Instructions) -> int:
 
 
 def loops_with_dots(instructions: Instructions) -> Iterator[Instructions]:
-    """The bodies of loops that use tensor cores."""
+    """The bodies of the innermost loops that use tensor cores."""
+    starts = []
     for end, text in instructions:
         jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
         start = int(jump[1], 16) if jump else end
         body = [step for step in instructions if start <= step[0] <= end]
         if start < end and any("MMA" in text for _, text in body):
-            yield body
+            if not any(start < inner for inner in starts):
+                yield body
+            starts.append(start)

@@ -23,6 +23,8 @@ KEYS_PER_SPLIT = 256
 MAX_PARTIAL_BYTES = 256 << 20
 """Upper bound of the partial results of one launch, which limits the splits of long prompts."""
 _WAVES = 2  # programs per multiprocessor to aim at by splitting the context
+_PROGRAMS_WITHOUT_CONTEXT = 8
+"""The most programs per multiprocessor over which the tiles of draft blocks are shared out."""
 _INTERPRETED_MULTIPROCESSORS = 4
 
 
@@ -59,6 +61,9 @@ def attend(call: PagedCall, num_splits: int | None = None) -> None:
     if lse is not None:  # a draft block is short
         block_m, block_n, num_stages, num_splits = min(block_m, 32), 32, 3, 1
     tiles = triton.cdiv(rows, block_m)
+    if lse is not None:  # and most have far fewer rows than the longest that may come
+        programs = _PROGRAMS_WITHOUT_CONTEXT * multiprocessors_of(query.device)
+        tiles = min(tiles, max(programs // (len(batch) * kv_heads), 1))
     if num_splits is None:
         programs = batch.expected_requests or len(batch) * tiles
         num_splits = splits_for(programs * kv_heads, batch.max_context, query.device)
@@ -149,11 +154,15 @@ def empty_batches(
 
 def splits_for(programs: int, max_context: int, device: torch.device) -> int:
     """Into how many parts a context is split, so that `programs` occupy the device."""
-    multiprocessors = _INTERPRETED_MULTIPROCESSORS
-    if device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    num_splits = triton.cdiv(_WAVES * multiprocessors, max(programs, 1))
+    num_splits = triton.cdiv(_WAVES * multiprocessors_of(device), max(programs, 1))
     return max(1, min(num_splits, max_context // KEYS_PER_SPLIT, MAX_SPLITS))
+
+
+def multiprocessors_of(device: torch.device) -> int:
+    """The multiprocessors of a device; of a CPU that stands for one, a few."""
+    if device.type != "cuda":
+        return _INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 # Integers and alignments that change from step to step must not trigger a compilation.
@@ -179,92 +188,93 @@ def _attend_tile(
     HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CONTEXT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of BLOCK_M rows of one request and KV head over one split of its context."""
+    """Attention of rows of one request and KV head over one split of its context: of every so many
+    `tiles` of BLOCK_M rows."""
     entry = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
     kv_head = tl.program_id(1).to(tl.int64)  # a large cache has more than 2**31 elements
     split = tl.program_id(2)
     size = tl.load(sizes + entry)
-    if tile * BLOCK_M >= size * GROUP:
-        return
     start = tl.load(starts + entry)
     context = tl.load(contexts + entry)
     first = tl.load(firsts + entry)
     table = block_table + tl.load(requests + entry).to(tl.int64) * table_row
 
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    node = m // GROUP
-    head = kv_head * GROUP + m % GROUP
-    is_row = node < size
-    d = tl.arange(0, BLOCK_D)
-    is_dim = d < HEAD_SIZE
-    token = (start + node).to(tl.int64)
-    q = tl.load(
-        query + token[:, None] * query_token + head[:, None] * query_head + d[None, :],
-        mask=is_row[:, None] & is_dim[None, :],
-        other=0.0,
-    )
-    has_mask = first + node >= node  # a vector of `first >= 0`; CAUSAL is -1
-    depth = tl.load(depths + first + node, mask=is_row & has_mask, other=0)
-    depth = tl.where(has_mask, depth, node)
-    position = context + depth
-    slope = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_ALIBI:
-        slope = tl.load(alibi_slopes + head, mask=is_row, other=0.0)
-    factor = scale
-    if HAS_SCALES:
-        factor = scale * tl.load(k_scale)
-
-    # Without a cap and ALiBi, the exponential applies the factor.
-    score_factor = 1.0
-    if not (HAS_CAP or HAS_ALIBI):
-        score_factor = factor * _LOG2E
-
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-    out = output + token[:, None] * output_token + head[:, None] * output_head + d[None, :]
-    is_out = is_row[:, None] & is_dim[None, :]
-    rows = q, node, is_row, position
-    scoring = factor, score_factor, soft_cap, slope, HAS_CAP, HAS_ALIBI
-    caches = key_cache, value_cache, table, kv_head, BLOCK_SIZE
-    strides = key_block, key_slot, key_head, value_block, value_slot, value_head
-    pages = caches, strides, d, is_dim, HEAD_SIZE < BLOCK_D
-    if HAS_CONTEXT:
-        lse = tl.load(context_lse + head * lse_head + token, mask=is_row, other=float("-inf"))
-        row_max = lse * _LOG2E
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-        acc = tl.load(out, mask=is_out, other=0.0).to(tl.float32)
-    else:
-        row_max, row_sum, acc = _attend_context(
-            row_max, row_sum, acc, rows, scoring, pages, context, window, split, num_splits,
-            BLOCK_N, HAS_WINDOW,
-        )  # fmt: skip
-    if split == num_splits - 1:
-        end = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, size)
-        row_max, row_sum, acc = _attend_own_rows(
-            row_max, row_sum, acc, rows, scoring, pages, context, window, end,
-            first, has_mask, depths, masks, mask_row, BLOCK_M, BLOCK_N, HAS_WINDOW,
-        )  # fmt: skip
-
-    if IS_SPLIT:
-        place = (tl.load(places + entry) + node).to(tl.int64)
-        row = (split * num_rows + place) * HEADS + head
-        start_of_row = partial + row * (HEAD_SIZE + 2)
-        tl.store(start_of_row[:, None] + d[None, :], acc, mask=is_row[:, None] & is_dim[None, :])
-        tl.store(start_of_row + HEAD_SIZE, row_max, mask=is_row)
-        tl.store(start_of_row + HEAD_SIZE + 1, row_sum, mask=is_row)
-    else:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
-            new_max = tl.maximum(row_max, sink)
-            row_sum = row_sum * tl.exp2(row_max - new_max) + tl.exp2(sink - new_max)
-            acc = acc * tl.exp2(row_max - new_max)[:, None]
-        result = acc / row_sum[:, None]
+    for tile in range(tl.program_id(0) % tiles, tl.cdiv(size * GROUP, BLOCK_M), tiles):
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        node = m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        is_row = node < size
+        d = tl.arange(0, BLOCK_D)
+        is_dim = d < HEAD_SIZE
+        token = (start + node).to(tl.int64)
+        q = tl.load(
+            query + token[:, None] * query_token + head[:, None] * query_head + d[None, :],
+            mask=is_row[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        has_mask = first + node >= node  # a vector of `first >= 0`; CAUSAL is -1
+        depth = tl.load(depths + first + node, mask=is_row & has_mask, other=0)
+        depth = tl.where(has_mask, depth, node)
+        position = context + depth
+        slope = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_ALIBI:
+            slope = tl.load(alibi_slopes + head, mask=is_row, other=0.0)
+        factor = scale
         if HAS_SCALES:
-            result = result * tl.load(v_scale)
-        tl.store(out, result.to(output.dtype.element_ty), mask=is_out)
+            factor = scale * tl.load(k_scale)
+
+        # Without a cap and ALiBi, the exponential applies the factor.
+        score_factor = 1.0
+        if not (HAS_CAP or HAS_ALIBI):
+            score_factor = factor * _LOG2E
+
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+        out = output + token[:, None] * output_token + head[:, None] * output_head + d[None, :]
+        is_out = is_row[:, None] & is_dim[None, :]
+        rows = q, node, is_row, position
+        scoring = factor, score_factor, soft_cap, slope, HAS_CAP, HAS_ALIBI
+        caches = key_cache, value_cache, table, kv_head, BLOCK_SIZE
+        strides = key_block, key_slot, key_head, value_block, value_slot, value_head
+        pages = caches, strides, d, is_dim, HEAD_SIZE < BLOCK_D
+        if HAS_CONTEXT:
+            lse = tl.load(context_lse + head * lse_head + token, mask=is_row, other=float("-inf"))
+            row_max = lse * _LOG2E
+            row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+            acc = tl.load(out, mask=is_out, other=0.0).to(tl.float32)
+        else:
+            row_max, row_sum, acc = _attend_context(
+                row_max, row_sum, acc, rows, scoring, pages, context, window, split, num_splits,
+                BLOCK_N, HAS_WINDOW,
+            )  # fmt: skip
+        if split == num_splits - 1:
+            end = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, size)
+            row_max, row_sum, acc = _attend_own_rows(
+                row_max, row_sum, acc, rows, scoring, pages, context, window, end,
+                first, has_mask, depths, masks, mask_row, BLOCK_M, BLOCK_N, HAS_WINDOW,
+            )  # fmt: skip
+
+        if IS_SPLIT:
+            place = (tl.load(places + entry) + node).to(tl.int64)
+            row = (split * num_rows + place) * HEADS + head
+            start_of_row = partial + row * (HEAD_SIZE + 2)
+            tl.store(
+                start_of_row[:, None] + d[None, :], acc, mask=is_row[:, None] & is_dim[None, :]
+            )
+            tl.store(start_of_row + HEAD_SIZE, row_max, mask=is_row)
+            tl.store(start_of_row + HEAD_SIZE + 1, row_sum, mask=is_row)
+        else:
+            if HAS_SINKS:
+                sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * _LOG2E
+                new_max = tl.maximum(row_max, sink)
+                row_sum = row_sum * tl.exp2(row_max - new_max) + tl.exp2(sink - new_max)
+                acc = acc * tl.exp2(row_max - new_max)[:, None]
+            result = acc / row_sum[:, None]
+            if HAS_SCALES:
+                result = result * tl.load(v_scale)
+            tl.store(out, result.to(output.dtype.element_ty), mask=is_out)
 
 
 @triton.jit

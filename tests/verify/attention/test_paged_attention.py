@@ -121,7 +121,9 @@ def attend_contexts(call: PagedCall) -> torch.Tensor:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("soft_cap", [0.0, 5.0])
 @pytest.mark.parametrize("holds_all", [False, True])
-def test_draft_blocks_are_merged_with_contexts_of_others(impl, soft_cap, holds_all):
+def test_draft_blocks_are_merged_with_contexts_of_others(impl, soft_cap, holds_all, monkeypatch):
+    size = "lookahead_vllm.verify.attention.triton._INTERPRETED_MULTIPROCESSORS"
+    monkeypatch.setattr(size, 1 if holds_all else 99)  # with one, a program takes several tiles
     rng = np.random.default_rng(3)
     trees = [random_tree(rng, 12), random_tree(rng, 70), DraftTree.chain([]), DraftTree.chain([0])]
     case = PagedAttentionCase(
