@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from vllm import LLM
+from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionMetadataBuilder
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadataBuilder
@@ -216,6 +218,21 @@ def test_layers_without_kernels_stop_start_up(monkeypatch):
     own = type("MambaMixer2", (), {"kv_cache": [torch.zeros(2, 4, dtype=torch.float16)]})()
     with pytest.raises(OptionError, match="need float32 or bfloat16"):
         recurrent.start([group], {"one": own}, torch.device("cpu"), 6)
+
+
+def test_short_convolutions_stop_start_up_on_arm(monkeypatch):
+    """vLLM passes a copy of their windows to its kernel there, one for each state slot."""
+    monkeypatch.setattr(recurrent, "is_recurrent", lambda _: True)
+    kinds = {name: type(name, (), {"kv_cache": [torch.zeros(2, 4)]}) for name in recurrent.LAYERS}
+    layers = {name: kind() for name, kind in kinds.items()}
+    for architecture in (CpuArchEnum.X86, CpuArchEnum.ARM):
+        architecture_of = partial(CpuArchEnum, architecture)
+        monkeypatch.setattr(type(current_platform), "get_cpu_architecture", architecture_of)
+        for name in layers:
+            is_refused = name == "ShortConv" and architecture == CpuArchEnum.ARM
+            group = SimpleNamespace(layer_names=[name])
+            with pytest.raises(OptionError, match=name) if is_refused else nullcontext():
+                recurrent.start([group], layers, torch.device("cpu"), 6)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateShapeCalculator,
     is_conv_state_dim_first,
 )
-from vllm.platforms.interface import Platform
+from vllm.platforms import current_platform
+from vllm.platforms.interface import CpuArchEnum, Platform
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
@@ -78,7 +79,9 @@ def start(
     for group in own:
         kinds = kinds_of([layers[name] for name in group.layer_names])
         if device.type == "cpu":
-            rolls_back = kinds <= LAYERS
+            is_arm = current_platform.get_cpu_architecture() == CpuArchEnum.ARM
+            # There, vLLM's short convolution copies the windows before it calls its kernel.
+            rolls_back = kinds <= (LAYERS - {"ShortConv"} if is_arm else LAYERS)
         else:
             passed = MambaHybridAttnMetadata(is_prefilling=torch.empty(0, dtype=torch.bool))
             rolls_back = bool(passed.get_extra_attn_kwargs(group.get_metadata_builder(), 0))

@@ -68,7 +68,7 @@ class FixedBatch:
         lengths = [*[entries] * 5, num_tokens, num_tokens * words, num_tokens]
         size = sum(lengths)
         self._host = staged(torch.zeros(size, dtype=torch.int32), device)
-        """Written again only when the device has read it, see `LateShape`."""
+        """What `upload` copies: written again only when the device has read it, see `LateShape`."""
         self._on_host: Int32s = self._host.numpy()
         self._packed = torch.empty(size, dtype=torch.int32, device=device)
         parts = self._packed.split(lengths)
