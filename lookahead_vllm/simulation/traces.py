@@ -100,7 +100,7 @@ def load_traces(
     """
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     if not path.exists():
-        raise TraceError(f"--traces: there is no file {path}")
+        raise TraceError(f"there is no file {path}")
     read = [
         (f"{file}, line {number}", value)
         for file in files
@@ -126,6 +126,8 @@ def load_traces(
     long_enough = ([one for one in traces if len(one.output) > 1] for traces in kept)
     traces = [replace(one, turn=i) for session in long_enough for i, one in enumerate(session)]
     too_short = num_kept - len(traces)
+    if not num_all:
+        raise TraceError(f"{path}: nothing is left to replay: all lines were skipped")
     if not traces:
         raise TraceError(
             f"{path}: nothing is left to replay; of {num_all} traces, {num_all - num_kept} "
@@ -157,9 +159,8 @@ def _messages(line: Any) -> Sequence[Any]:
 
 def _traces(place: str, line: Any, renderer: Renderer | None) -> list[Trace]:
     """The traces of a line, which `place` names in errors."""
-    if not isinstance(line, dict):
-        raise TraceError(f"{place}: an object with `prompt_token_ids` is expected")
-    if not {"turns", "prompt_token_ids", "output_token_ids"} & line.keys():
+    recorded = {"turns", "prompt_token_ids", "output_token_ids"}
+    if not isinstance(line, dict) or not recorded & line.keys():
         return _rendered(place, line, renderer)
     if "turns" not in line:
         return [_trace(place, line)]
@@ -172,7 +173,7 @@ def _traces(place: str, line: Any, renderer: Renderer | None) -> list[Trace]:
     return [replace(turn, prompt=text[:end]) for turn, end in zip(turns, ends, strict=True)]
 
 
-def _rendered(place: str, line: dict[str, Any], renderer: Renderer | None) -> list[Trace]:
+def _rendered(place: str, line: Any, renderer: Renderer | None) -> list[Trace]:
     try:
         check_line(line)
     except ValueError as error:

@@ -269,7 +269,7 @@ def test_a_plot_needs_matplotlib(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--traces", "/nowhere.jsonl"], "there is no file /nowhere.jsonl"),
+        (["--traces", "/nowhere.jsonl"], "error: there is no file /nowhere.jsonl"),
         (["--traces", "EMPTY"], "is empty"),
         (["--traces", "BAD"], "bad.jsonl, line 2: it is not JSON"),
         (["--traces", "SHORT"], "nothing is left to replay; of 2 traces, 0 loop"),

@@ -33,7 +33,7 @@ def test_traces_are_filtered_then_shuffled_then_limited(tmp_path):
     ("second", "message"),
     [
         ("{", r"t.jsonl, line 2: it is not JSON"),
-        ("[1]", r"t.jsonl, line 2: an object with"),
+        ("[1]", r"t.jsonl, line 2: an object with .* with `messages`, or"),
         ({"prompt_token_ids": [1]}, r"t.jsonl, line 2: `output_token_ids` must be a list"),
         (line([1, -1]), r"t.jsonl, line 2: `output_token_ids` must be a list"),
         ({"prompt_token_ids": "x", "output_token_ids": []}, r"t.jsonl, line 2: `prompt_token_ids`"),
@@ -96,7 +96,11 @@ def test_the_chats_of_a_folder_are_sessions_without_those_that_go_on(tmp_path, c
     found = [[bytes(turn.output.tolist()) for turn in session] for session in sessions]
     assert found == [[b"yes", b"no!"], [bytes([7, 8])], [b"yes", b"why"]]
     assert bytes(sessions[0][1].prompt.tolist()) == b"hi\1yesand\1"
-    assert "c.jsonl, line 3: `messages` has no answer" in capsys.readouterr().err
+    skipped = capsys.readouterr().err
+    assert "c.jsonl, line 3: `messages` has no answer" in skipped
+    assert "append the one of the reply, `choices[0].message`" in skipped
+    with pytest.raises(TraceError, match=r"is left to replay: all lines were skipped"):
+        load_traces(jsonl(tmp_path / "d.jsonl", chat("alone")), renderer=Letters())
     with pytest.raises(TraceError, match=r"a.jsonl, line 2: a text needs"):
         load_traces(tmp_path)
 

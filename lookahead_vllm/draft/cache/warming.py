@@ -168,7 +168,10 @@ def _turns_of_chat(chat: Mapping[str, Any], renderer: Renderer) -> Iterator[Text
     # A message before all others is no model's answer.
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     if not answers:
-        raise ValueError("`messages` has no answer, a message of the role `assistant` after others")
+        raise ValueError(
+            "`messages` has no answer, a message of the role `assistant` after others; append the "
+            "one of the reply, `choices[0].message`"
+        )
     for i in answers:
         prompt = renderer.chat(chat, messages[:i], add_generation_prompt=True)
         whole = renderer.chat(chat, messages[: i + 1], add_generation_prompt=False)
