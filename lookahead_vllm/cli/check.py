@@ -140,7 +140,15 @@ def find_device() -> Finding:
 
     kind = str(current_platform.device_type or "")
     if kind == "cpu":
-        return Finding("ok", f"CPU: {machine.cpu_name()}, {machine.num_cores()} cores")
+        text = f"CPU: {machine.cpu_name()}, {machine.num_cores()} cores"
+        # vLLM preloads another OpenMP by itself, with which drafts gain less.
+        if platform.machine() == "x86_64" and "libiomp" not in os.environ.get("LD_PRELOAD", ""):
+            return Finding(
+                "note",
+                f"{text}; libiomp5.so is not in LD_PRELOAD, without which drafts gain less: run "
+                "this and the server through scripts/cpu_env.sh of a clone",
+            )
+        return Finding("ok", text)
     if kind == "cuda" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         text = (

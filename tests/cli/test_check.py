@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,15 @@ def test_this_machine_passes_row_by_row():
     assert verdict.startswith("nothing here stops lookahead, on CPU") and not empty
     found = [line[: check.TITLE_WIDTH].strip() for line in table]
     assert [title for title in found if title] == [row.title for row in check.rows()]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Intel's OpenMP is for x86")
+def test_a_missing_preload_is_noted(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/opt/lib/libiomp5.so")
+    assert check.find_device().status == "ok"
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libtcmalloc_minimal.so.4")
+    found = check.find_device()
+    assert found.status == "note" and "scripts/cpu_env.sh" in found.text
 
 
 def statuses(*found: str) -> Callable[[], list[Row]]:
