@@ -70,14 +70,19 @@ show_progress() {
 }
 
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3.14 python3 python; do
+    local candidate candidates=(python3.11 python3.12 python3.13 python3.14 python3 python)
+    [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
             >/dev/null 2>&1; then
             echo "$candidate"
             return
         fi
     done
+    if [[ -n ${PYTHON:-} ]]; then
+        say "PYTHON=$PYTHON is no Python 3.11 to 3.14 with the venv module; name another one, or leave PYTHON out"
+        return 1
+    fi
     say "no Python 3.11 to 3.14 with the venv module was found (on Debian: apt-get install python3-venv);"
     say "write PYTHON=/path/to/python $0"
     return 1

@@ -151,3 +151,21 @@ def test_the_command_runs_from_the_wheel(environment, facts):
     assert all(f"\n  {name}" in printed for name in COMMANDS)
     assert run(command, "--version").strip() == facts["Version"]
     assert "--proposers" in run(command, "simulate", "--help")
+
+
+def test_setup_takes_the_python_that_is_named_or_none(tmp_path):
+    """And leaves no environment of another one."""
+    for name in ("scripts/setup.sh", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    finished = subprocess.run(
+        [tmp_path / "scripts" / "setup.sh", "--runtime"],
+        env={**os.environ, "PYTHON": "/bin/false"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert finished.returncode == 1
+    assert "PYTHON=/bin/false is no Python 3.11 to 3.14" in finished.stderr
+    assert not (tmp_path / ".venv").exists()
