@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import HfApi
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig
 from vllm.renderers.chat_utils import parse_chat_messages
 from vllm.renderers.hf import safe_apply_chat_template
 
@@ -24,7 +23,7 @@ from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.drafting import draft
 from tests.support.files import jsonl
-from tests.support.tokenizer import save_tokenizer
+from tests.support.tokenizer import save_tokenizer, save_words
 
 WORDS = ["[UNK]", "<user>", "<bot>", "<end>", *(f"w{i}" for i in range(60))]
 SENTENCE = " ".join(f"w{i}" for i in range(20))
@@ -36,12 +35,8 @@ CHAT += "{% if add_generation_prompt %}<bot>{% endif %}"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without weights; the tokens of its tokenizer are words."""
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = CHAT.replace("<{{m.role}}>", "{{'<bot>' if m.role[0]=='a' else '<user>'}}")
-    folder = tmp_path_factory.mktemp("model")
-    fast.save_pretrained(folder)
+    chat = CHAT.replace("<{{m.role}}>", "{{'<bot>' if m.role[0]=='a' else '<user>'}}")
+    folder = save_words(WORDS, tmp_path_factory.mktemp("model"), "[UNK]", chat_template=chat)
     save_config(folder)
     return folder
 

@@ -1,6 +1,8 @@
 """A tokenizer of 128 tokens for the tiny models: printable ASCII and a few longer pieces."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -42,5 +44,15 @@ def save_tokenizer(path: Path) -> Path:
         chat_template=CHAT_TEMPLATE,
     )
     assert len(fast) == 128, len(fast)
+    fast.save_pretrained(path)
+    return path
+
+
+def save_words(words: Sequence[str], path: Path, unk_token: str, **settings: Any) -> Path:
+    """The same for a tokenizer whose tokens are these words."""
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=unk_token))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unk_token, **settings)
     fast.save_pretrained(path)
     return path

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -27,6 +25,7 @@ from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.driving import GREEDY, drafter_of, engine, generate, random_prompts
 from tests.support.models import save_adapter, save_tiny_model
 from tests.support.proposers import Recorder
+from tests.support.tokenizer import save_words
 
 STARTED = Recorder.STARTED
 LORA = dict(enable_lora=True, max_lora_rank=8, max_loras=2)
@@ -36,12 +35,7 @@ LORA = dict(enable_lora=True, max_lora_rank=8, max_loras=2)
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer: token 7 is the word w7."""
     path = save_tiny_model("llama", tmp_path_factory.mktemp("front_end"))
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w2"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2"
-    ).save_pretrained(path)
-    return path
+    return save_words([f"w{i}" for i in range(128)], path, "w2", bos_token="w0", eos_token="w1")
 
 
 @pytest.fixture(scope="module")
