@@ -13,8 +13,7 @@ from tests.support import forks, proposers
 from tests.support.counted_twice import counted_twice
 from tests.support.driving import engine
 from tests.support.models import save_tiny_model
-from tests.support.ranks import Answers, plain_answers
-from tests.support.servers import cores_of
+from tests.support.ranks import Answers, a_process_each, plain_answers
 from tests.support.tokenizer import save_tokenizer
 from tests.support.valid_trees import checked_trees
 
@@ -43,12 +42,10 @@ def _clear_recorded() -> Iterator[None]:
 
 
 @pytest.fixture
-def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Engine settings: two ranks with a process and a core each, and an empty cache folder."""
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(2))
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    return {"tensor_parallel_size": 2}
+def two_ranks(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Engine settings."""
+    with a_process_each(2, tmp_path):
+        yield {"tensor_parallel_size": 2}
 
 
 @pytest.fixture(scope="session")

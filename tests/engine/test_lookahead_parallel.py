@@ -9,22 +9,21 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.fuzz.processes import WorkerExtension
+from tests.fuzz.processes import EXTENSION, share_recorded
 from tests.support.driving import engine, generate, generate_staggered, random_prompts
 from tests.support.logprobs import answers_with_logprobs, assert_same_logprobs
-from tests.support.proposers import RECORDED
 from tests.support.ranks import (
     GREEDY,
     PROMPTS,
     SEEDED,
     Answers,
     Verified,
+    a_process_each,
     insert_whole_texts,
     plain_answers,
     record_trees,
     verified,
 )
-from tests.support.servers import cores_of
 
 HYBRID = {"proposer": "hybrid", "num_speculative_tokens": 48, "budget": 24}
 """A tree and the accepted nodes of another one fit into a step."""
@@ -91,18 +90,15 @@ def answers_to_batches(llm: LLM) -> list[Any]:
 def replicas(
     model: Path, count: int, lookahead: dict[str, Any], tmp_path: Path, **settings: Any
 ) -> Iterator[LLM]:
-    num_ranks = count * settings.get("tensor_parallel_size", 1)
-    extension = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(num_ranks))
-        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-        settings["worker_extension_cls"] = extension
-        with engine(model, {"parallel": count, **lookahead}, **settings) as llm:
-            llm.collective_rpc("record_answers", args=(list(RECORDED), list(RECORDED.values())))
-            llm.collective_rpc(record_trees)
-            llm.collective_rpc(insert_whole_texts)
-            yield llm
+    settings["worker_extension_cls"] = EXTENSION
+    with (
+        a_process_each(count * settings.get("tensor_parallel_size", 1), tmp_path),
+        engine(model, {"parallel": count, **lookahead}, **settings) as llm,
+    ):
+        share_recorded(llm)
+        llm.collective_rpc(record_trees)
+        llm.collective_rpc(insert_whole_texts)
+        yield llm
 
 
 def check_ranks(llm: LLM) -> None:

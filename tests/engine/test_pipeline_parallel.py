@@ -15,6 +15,7 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.runner import stages
 from lookahead_vllm.engine.runner.runner import _TREES, LookaheadRunner
 from lookahead_vllm.verify.layout.node_layout import NodeLayout
+from tests.fuzz.processes import EXTENSION, share_recorded
 from tests.support.driving import converse, engine, generate, generate_staggered
 from tests.support.hybrid_models import CACHING, HYBRIDS, settings_of, use_float32_gated_delta
 from tests.support.models import STAGED, save_config
@@ -25,12 +26,12 @@ from tests.support.ranks import (
     SEEDED,
     Answers,
     Verified,
+    a_process_each,
     check_lookahead,
     plain_answers,
     record_trees,
     verified,
 )
-from tests.support.servers import cores_of
 
 use_float32_gated_delta()
 
@@ -39,11 +40,8 @@ FIXED = {"num_speculative_tokens": 6, "budget": 6}
 
 @pytest.fixture(scope="module")
 def two_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Engine settings: two stages with a process and a core each, and an empty cache folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(2))
-        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+    """Engine settings."""
+    with a_process_each(2, tmp_path_factory.mktemp("cache")):
         yield {"pipeline_parallel_size": 2}
 
 
@@ -199,15 +197,6 @@ def test_the_stages_get_as_many_tokens_as_they_expect(width, sent):
     assert output.sampled_token_ids.sum() == 2 * width
 
 
-class ImportsThis:
-    """vLLM adds this class to that of its workers, so their processes import this module."""
-
-
-def record_answers(worker: Any, prompts: list[list[int]], answers: list[list[list[int]]]) -> None:
-    """In a worker: for the proposer "hidden_path"."""
-    record(prompts, answers)
-
-
 @pytest.mark.parametrize(
     ("name", "others"), [("falcon_h1", CACHING), ("qwen3_next", {"max_num_batched_tokens": 64})]
 )
@@ -217,12 +206,12 @@ def test_stages_keep_the_states_of_recurrent_layers(name, others, two_stages, tm
     settings = others | settings_of(name) | {"load_format": STAGED, "max_model_len": 512}
     with engine(model, **settings) as llm:
         plain, turns = generate(llm, PROMPTS, GREEDY), converse(llm)
+    record(PROMPTS, plain)
+    for turn in turns:
+        record(turn.prompts, turn.answers)
     hidden = FIXED | {"proposer": "hidden_path"}
-    extension = f"{__name__}.{ImportsThis.__name__}"
-    with pipeline(model, two_stages, hidden, worker_extension_cls=extension, **settings) as llm:
-        llm.collective_rpc(record_answers, args=(PROMPTS, plain))
-        for turn in turns:
-            llm.collective_rpc(record_answers, args=(turn.prompts, turn.answers))
+    with pipeline(model, two_stages, hidden, worker_extension_cls=EXTENSION, **settings) as llm:
+        share_recorded(llm)
         assert generate_staggered(llm, PROMPTS, GREEDY, every=3) == plain
         assert converse(llm) == turns
         _, last = stages_of(llm)

@@ -38,6 +38,16 @@ class WorkerExtension:
         return vars(self.model_runner.drafter.counters)
 
 
+EXTENSION = f"{__name__}.{WorkerExtension.__name__}"
+"""`worker_extension_cls` of vLLM."""
+
+
+def share_recorded(llm: LLM) -> None:
+    """Let the proposers of its workers know the answers that this process has recorded."""
+    recorded = proposers.RECORDED
+    llm.collective_rpc("record_answers", args=(list(recorded), list(recorded.values())))
+
+
 @contextmanager
 def engine_elsewhere(model: Path, lookahead: dict[str, Any], **settings: Any) -> Iterator[LLM]:
     """As `driving.engine`, with the engine's core in another process.
@@ -52,17 +62,16 @@ def engine_elsewhere(model: Path, lookahead: dict[str, Any], **settings: Any) ->
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_OMP_THREADS_BIND": cores_of(workers),
     }
-    extension = f"{__name__}.{WorkerExtension.__name__}"
     with (
         mock.patch.dict(os.environ, environment),
         engine(
             model,
             speculative_config={"method": "lookahead", **lookahead},
-            worker_extension_cls=extension,
+            worker_extension_cls=EXTENSION,
             **settings,
         ) as llm,
     ):
-        llm.collective_rpc("record_answers", args=_recorded())
+        share_recorded(llm)
         yield llm
         assert not counters_of(llm).failures, "the proposer raised, see the log"
 
@@ -71,8 +80,3 @@ def counters_of(llm: LLM) -> Counters:
     """The counters of an engine of `engine_elsewhere`; those of the worker that drafts."""
     counters = max(llm.collective_rpc("draft_counters"), key=lambda own: own["trees"])
     return Counters(**counters)
-
-
-def _recorded() -> tuple[list[list[int]], list[list[list[int]]]]:
-    texts = proposers.RECORDED
-    return [list(prompt) for prompt in texts], list(texts.values())

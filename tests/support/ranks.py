@@ -2,17 +2,22 @@
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from vllm import LLM, SamplingParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.proposers.proposer import NoProposer
-from tests.support.driving import generate, generate_staggered, random_prompts
+from tests.support.driving import generate, generate_staggered, of_length, random_prompts
 from tests.support.kernels import Signatures, compiled
+from tests.support.servers import cores_of
 
 PROMPTS = random_prompts(6, 40, seed=31)
-GREEDY = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, detokenize=False)
+GREEDY = of_length(90)
 SEEDED = [
     SamplingParams(temperature=0.7, top_p=0.9, seed=i, max_tokens=60, detokenize=False)
     for i in range(len(PROMPTS))
@@ -21,6 +26,16 @@ SEEDED = [
 
 SHORTER = [prompt[1:] for prompt in PROMPTS]
 """Similar texts, whose answers are no exact repeats: their trees branch."""
+
+
+@contextmanager
+def a_process_each(num_ranks: int, cache: Path) -> Iterator[None]:
+    """The ranks of engines have a process and a core each, and an empty cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores_of(num_ranks))
+        patch.setenv("VLLM_CACHE_ROOT", str(cache))
+        yield
 
 
 class Answers(NamedTuple):
