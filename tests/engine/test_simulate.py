@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM, TokensPrompt
 
 from benchmarks.engines.generate import Generation
 from benchmarks.engines.target_guided import follow
@@ -15,7 +15,7 @@ from lookahead_vllm.options.server import LookaheadOptions
 from lookahead_vllm.simulation.proposers import proposer_of
 from lookahead_vllm.simulation.replay import Pace, simulate
 from lookahead_vllm.simulation.traces import Trace, TraceFile, load_traces
-from tests.support.driving import engine
+from tests.support.driving import engine, of_length
 from tests.support.models import TINY, WANDERING, save_config
 
 NODES = 16
@@ -40,9 +40,7 @@ def answer(llm: LLM, sessions: Sequence[Sequence[Trace]]) -> list[Generation]:
     def send(request_id: str) -> None:
         trace = traces[request_id]
         prompt = TokensPrompt(prompt_token_ids=trace.prompt.tolist())
-        most = len(trace.output)
-        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False)
-        core.add_request(request_id, prompt, params)
+        core.add_request(request_id, prompt, of_length(len(trace.output)))
 
     for session in range(len(sessions)):
         send(f"{session}-0")

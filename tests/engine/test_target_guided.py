@@ -4,13 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
 
 from benchmarks.engines.generate import Job, run
 from benchmarks.engines.target_guided import follow
 from lookahead_vllm.engine import plugin
 from tests.support import graph_engine
-from tests.support.driving import drafter_of, engine, generate, random_prompts, runner_of
+from tests.support.driving import drafter_of, engine, generate, of_length, random_prompts, runner_of
 
 
 @pytest.mark.parametrize("mode", ["plain", "lookahead", "graphs"])
@@ -24,10 +23,7 @@ def test_a_guided_model_generates_the_recorded_answers(mode, llama, monkeypatch)
     # Each answer repeats a phrase, so that there is something to draft.
     phrase = rng.integers(5, 100, 6).tolist()
     answers = [[*rng.integers(5, 100, 3 + i).tolist(), *phrase * 4] for i in range(5)]
-    params = [
-        SamplingParams(temperature=0, max_tokens=len(a), ignore_eos=True, detokenize=False)
-        for a in answers
-    ]
+    params = [of_length(len(answer)) for answer in answers]
     most = 8 if mode == "graphs" else 3  # the graphs hold the nodes of so many
     with engine(llama, lookahead, max_num_seqs=most, seed=5) as llm:
         follow(llm, prompts, answers)

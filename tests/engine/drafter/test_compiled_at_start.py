@@ -7,7 +7,14 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
-from tests.support.driving import drafter_of, engine, generate, generate_staggered, random_prompts
+from tests.support.driving import (
+    drafter_of,
+    engine,
+    generate,
+    generate_staggered,
+    of_length,
+    random_prompts,
+)
 from tests.support.kernels import compiled, compiled_since, reset_kernels
 
 
@@ -18,16 +25,15 @@ def _nothing_compiled() -> None:
 
 def requests() -> list[SamplingParams]:
     """One of each kind."""
-    plain: dict[str, Any] = dict(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
     prose = list(range(20, 60))
     return [
-        SamplingParams(**plain),
-        SamplingParams(**plain | dict(temperature=0.8, seed=1, n=2)),
-        SamplingParams(**plain | dict(temperature=0.8, seed=2, repetition_penalty=1.2)),
-        SamplingParams(**plain | dict(max_tokens=2)),
-        SamplingParams(**plain, logprobs=2),
-        SamplingParams(**plain, extra_args={"lookahead": {"namespace": "a", "reference": prose}}),
-        SamplingParams(**plain, extra_args={"lookahead": {"enabled": False}}),
+        of_length(30),
+        of_length(30, temperature=0.8, seed=1, n=2),
+        of_length(30, temperature=0.8, seed=2, repetition_penalty=1.2),
+        of_length(2),
+        of_length(30, logprobs=2),
+        of_length(30, extra_args={"lookahead": {"namespace": "a", "reference": prose}}),
+        of_length(30, extra_args={"lookahead": {"enabled": False}}),
         SamplingParams(
             temperature=0,
             max_tokens=30,

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
 
 from benchmarks.engines.target_guided import follow
 from lookahead_vllm.engine import plugin
@@ -18,7 +17,7 @@ from lookahead_vllm.options import request as request_options
 from lookahead_vllm.options.allowed import OptionError
 from lookahead_vllm.options.request import RequestOptions, parse_options, with_options
 from lookahead_vllm.options.server import LookaheadOptions
-from tests.support.driving import drafter_of, engine, generate
+from tests.support.driving import drafter_of, engine, generate, of_length
 from tests.support.models import save_config
 from tests.support.parser_texts import FUNCTIONS
 from tests.support.scripted_core import Script, Server, scripted_server
@@ -188,12 +187,7 @@ def test_a_call_is_drafted_from_them(llama, monkeypatch):
         answers, ((), (np.array(answers[1], "<i4").tobytes(),)), strict=True
     ):
         extra_args = with_options(None, RequestOptions(namespace="n", spellings=spellings))
-        params.append(
-            SamplingParams(
-                **dict(temperature=0, max_tokens=len(answer), ignore_eos=True, detokenize=False),
-                extra_args=extra_args,
-            )
-        )
+        params.append(of_length(len(answer), extra_args=extra_args))
     with engine(llama, {"budget": 8}, max_num_seqs=1) as llm:
         follow(llm, prompts, answers)
         accepted = [0]

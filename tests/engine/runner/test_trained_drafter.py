@@ -29,6 +29,7 @@ from tests.support.driving import (
     drafter_of,
     engine,
     generate_staggered,
+    of_length,
     random_prompts,
     runner_of,
 )
@@ -39,17 +40,12 @@ from tests.support.proposers import record
 use_float32_gated_delta()
 
 PROMPTS = random_prompts(16, 24)
-PARAMS = [
-    SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, **kind)
-    for kind in 4
-    * [
-        dict(temperature=0),
-        dict(temperature=0.8, seed=3),
-        dict(temperature=0),
-        dict(temperature=0.8, seed=5, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.4),
-    ]
+PARAMS = 4 * [
+    of_length(40),
+    of_length(40, temperature=0.8, seed=3),
+    of_length(40),
+    of_length(40, temperature=0.8, seed=5, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.4),
 ]
-
 
 SETTINGS: dict[str, Any] = dict(load_format=WANDERING, block_size=32)
 
