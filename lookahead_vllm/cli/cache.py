@@ -31,7 +31,8 @@ texts:
     {"text": "a document"}
     {"prompt": "a question", "response": "an answer"}   (or "completion" for "response")
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-        as in requests to a server's chat endpoint: with tool calls, content in parts, "tools"
+        as in requests to a server's chat endpoint: with tool calls, content in parts, "tools".
+        In a log with a line for each request, only the last one of each conversation counts
     {"prompt_token_ids": [1, 9690], "output_token_ids": [504]}   (the prompt may be missing)
   Any other file is one document, in UTF-8.
   Documents and answers are learned like a model's answers. A prompt only gives the context of its

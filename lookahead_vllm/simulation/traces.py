@@ -1,12 +1,9 @@
 """Traces: recorded generations, read from JSON lines."""
 
-import json
 import math
 import random
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from lookahead_vllm.draft.cache.warming import Renderer, check_line, turns_of
+from lookahead_vllm.draft.cache.warming import Renderer, check_line, longest_chats, turns_of
 from lookahead_vllm.draft.progress import NUM_ALTERNATIVES
 from lookahead_vllm.json_lines import are_token_ids, read_json_lines
 
@@ -108,7 +105,9 @@ def load_traces(
     ]
     lines: list[tuple[list[Trace], bool]] = []
     missing = math.inf if limit is None or shuffle is not None else limit
-    bar = tqdm([*_longest(read)], f"Reading {path.name}", unit="line", leave=False, disable=None)
+    bar = tqdm(
+        [*longest_chats(read)], f"Reading {path.name}", unit="line", leave=False, disable=None
+    )
     for place, line in bar:
         if missing <= 0:  # rendering a chat takes milliseconds a turn
             break
@@ -134,27 +133,6 @@ def load_traces(
             f"loop (--no-loops) and {too_short} have fewer than two output tokens"
         )
     return TraceFile(path, traces[:limit], too_short)
-
-
-def _longest(lines: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The lines without chats with which another one begins, and without equal ones."""
-    hashes: list[list[bytes]] = []
-    for _, line in lines:
-        running = sha256()
-        hashes.append([])
-        for message in _messages(line):
-            running.update(json.dumps(message, sort_keys=True).encode())
-            hashes[-1].append(running.digest())
-    known = {one for own in hashes for one in own[:-1]}
-    for (place, line), own in zip(lines, hashes, strict=True):
-        if not own or own[-1] not in known:
-            yield place, line
-        known.update(own)
-
-
-def _messages(line: Any) -> Sequence[Any]:
-    messages = line.get("messages") if isinstance(line, dict) else None
-    return messages if isinstance(messages, list) else ()
 
 
 def _traces(place: str, line: Any, renderer: Renderer | None) -> list[Trace]:

@@ -100,6 +100,13 @@ def test_every_kind_of_line_is_an_answer_after_its_prompt(line, expected, tmp_pa
     assert texts(path, renderer) == [(ids(before), ids(answer)) for before, answer in expected]
 
 
+def test_an_answer_in_a_log_of_requests_is_learned_once(tmp_path, renderer):
+    turns = [{"role": role, "content": f"w{i}"} for i in range(3) for role in ("user", "assistant")]
+    log = jsonl(tmp_path / "a.jsonl", *({"messages": turns[:end]} for end in (1, 2, 4, 4, 6)))
+    answers = [answer for _, answer in texts(log, renderer)]
+    assert answers == [ids(f"w{i} <end>") for i in range(3)]
+
+
 def test_a_file_of_another_kind_is_one_document(tmp_path, renderer):
     (tmp_path / "a.md").write_text("\ufeffw1 w2\n\nw3\n", encoding="utf-8")
     assert texts(tmp_path / "a.md", renderer) == [([], ids("w1 w2 w3"))]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -134,17 +135,39 @@ def _prompt_and_answer(line: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def read_texts(path: Path, renderer: Renderer, skip: Callable[[str], object]) -> Iterator[Text]:
-    """Read the texts of a file that `check_texts` has checked, in order.
+    """Read the texts of a file that `check_texts` has checked, in order, those of `longest_chats`.
 
     `skip` is called with one sentence for each line that a server would refuse.
     """
-    for place, line in _lines(path):
+    for place, line in longest_chats([*_lines(path)]):
         try:
             turns = list(turns_of(line, renderer))
         except ValueError as error:
             skip(f"{place}: {error}")
             continue
         yield from turns
+
+
+def longest_chats(lines: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Places and lines without the chats with which another one begins, and without equal ones: a
+    log of requests has each conversation once a turn."""
+    hashes: list[list[bytes]] = []
+    for _, line in lines:
+        running = sha256()
+        hashes.append([])
+        for message in _messages(line):
+            running.update(json.dumps(message, sort_keys=True).encode())
+            hashes[-1].append(running.digest())
+    known = {one for own in hashes for one in own[:-1]}
+    for (place, line), own in zip(lines, hashes, strict=True):
+        if not own or own[-1] not in known:
+            yield place, line
+        known.update(own)
+
+
+def _messages(line: Any) -> Sequence[Any]:
+    messages = line.get("messages") if isinstance(line, dict) else None
+    return messages if isinstance(messages, list) else ()
 
 
 def turns_of(line: Mapping[str, Any], renderer: Renderer) -> Iterator[Text]:
