@@ -105,9 +105,8 @@ def load_traces(
     ]
     lines: list[tuple[list[Trace], bool]] = []
     missing = math.inf if limit is None or shuffle is not None else limit
-    bar = tqdm(
-        [*longest_chats(read)], f"Reading {path.name}", unit="line", leave=False, disable=None
-    )
+    chosen = [*longest_chats(lambda: read)]
+    bar = tqdm(chosen, f"Reading {path.name}", unit="line", leave=False, disable=None)
     for place, line in bar:
         if missing <= 0:  # rendering a chat takes milliseconds a turn
             break

@@ -1,7 +1,7 @@
 """Texts from which a proposer learns before it serves: documents, chats and earlier answers."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -139,7 +139,7 @@ def read_texts(path: Path, renderer: Renderer, skip: Callable[[str], object]) ->
 
     `skip` is called with one sentence for each line that a server would refuse.
     """
-    for place, line in longest_chats([*_lines(path)]):
+    for place, line in longest_chats(lambda: _lines(path)):
         try:
             turns = list(turns_of(line, renderer))
         except ValueError as error:
@@ -148,18 +148,21 @@ def read_texts(path: Path, renderer: Renderer, skip: Callable[[str], object]) ->
         yield from turns
 
 
-def longest_chats(lines: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def longest_chats(lines: Callable[[], Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
     """Places and lines without the chats with which another one begins, and without equal ones: a
-    log of requests has each conversation once a turn."""
+    log of requests has each conversation once a turn.
+
+    `lines` reads them, and is called twice, so that a file need not be held in memory.
+    """
     hashes: list[list[bytes]] = []
-    for _, line in lines:
+    for _, line in lines():
         running = sha256()
         hashes.append([])
         for message in _messages(line):
             running.update(json.dumps(message, sort_keys=True).encode())
             hashes[-1].append(running.digest())
     known = {one for own in hashes for one in own[:-1]}
-    for (place, line), own in zip(lines, hashes, strict=True):
+    for (place, line), own in zip(lines(), hashes, strict=True):
         if not own or own[-1] not in known:
             yield place, line
         known.update(own)

@@ -38,7 +38,7 @@ def _gated_delta(original: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         if not hasattr(attn_metadata_i, PARENTS):
             return original(layer, attn_metadata_i, *args)
         mixed_qkv, b, a, window, state, *_ = args
-        trees = delta_trees(attn_metadata_i)
+        trees = delta_trees(attn_metadata_i, attn_metadata_i.spec_state_indices_tensor)
         mixed = _packed_convolution(layer, mixed_qkv, window, trees)
         q, k, v = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(mixed))
         out = torch.empty_like(v)

@@ -42,10 +42,10 @@ def _trees(kwargs: dict[str, Any]) -> StateRows | None:
         return None
     if (metadata := recurrent_kernels.metadata_with_parents(GDNAttentionMetadata)) is None:
         return None
-    trees = delta_trees(metadata)
     if (columns := kwargs.get("ssm_state_indices")) is None:
-        columns = kwargs["conv_state_indices"][:, None].expand(-1, trees.columns.shape[1])
-    return trees._replace(columns=columns)
+        most = metadata.spec_state_indices_tensor.shape[1]
+        columns = kwargs["conv_state_indices"][:, None].expand(-1, most)
+    return delta_trees(metadata, columns)
 
 
 def _without_trees(original: Callable[..., bool]) -> Callable[..., bool]:

@@ -135,11 +135,12 @@ def _mamba2(original: Callable[..., None]) -> Callable[..., None]:
     return update
 
 
-def delta_trees(metadata: Any) -> StateRows:
-    """The drafted rows of the step for gated delta nets, by a layer's metadata with parents."""
+def delta_trees(metadata: Any, columns: torch.Tensor) -> StateRows:
+    """The drafted rows of the step for gated delta nets, by a layer's metadata with parents, and
+    the state slots of that layer."""
     return StateRows(
         metadata.spec_query_start_loc,
         getattr(metadata, PARENTS)[metadata.spec_token_indx.long()],
-        metadata.spec_state_indices_tensor,
+        columns,
         metadata.num_accepted_tokens,
     )

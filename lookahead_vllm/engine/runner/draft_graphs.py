@@ -184,8 +184,8 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         }
         first = MIN_ROWS_OF_OWN_TAILS
         for size in _spaced([*by_size], 1.125):
-            own = {} if size in sizes else dict.fromkeys(range(first, size + 1), by_size[size])
-            self._own_tails.update(own)
+            if size not in sizes:
+                self._own_tails |= dict.fromkeys(range(first, size + 1), by_size[size])
             first = size + 1
 
     def before_capture(self, desc: BatchExecutionDescriptor) -> None:

@@ -188,8 +188,8 @@ def _attend_tile(
     HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_CONTEXT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of rows of one request and KV head over one split of its context: of every so many
-    `tiles` of BLOCK_M rows."""
+    """Attention of a request's rows of one KV head over one split of its context. The rows are in
+    tiles of BLOCK_M, which `tiles` programs share."""
     entry = tl.program_id(0) // tiles
     kv_head = tl.program_id(1).to(tl.int64)  # a large cache has more than 2**31 elements
     split = tl.program_id(2)
