@@ -104,7 +104,7 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
         Each graph has a tail for each of these numbers of the model's choices at a row.
     tails : dict
         The tails by the graph that runs before them and their number of choices; none if one could
-        not be captured.
+        not be captured. With several ranks, the engine does not start then.
     """
 
     before_replay: Callable[[BatchExecutionDescriptor], BatchExecutionDescriptor] | None
@@ -212,6 +212,9 @@ class DraftGraphManager(ModelCudaGraphManager, _AnnouncedCapture):
                 for num_choices in self.numbers_of_choices:
                     self.tails |= self._capture_tails(self.make_tail, num_choices)
             except Exception:
+                if self.tp_size > 1:  # the other ranks would wait for this one in every step
+                    logger.error("LOOKAHEAD_VLLM_TAILS=0 leaves out the capture that has failed.")
+                    raise
                 self.tails = {}
                 logger.exception("Lookahead samples outside of graphs: the capture has failed.")
 

@@ -387,6 +387,9 @@ def test_a_tail_that_cannot_be_captured_leaves_the_graphs(engine):
     other.capture()
     assert not other.manager.tails and other.manager.graphs.keys() == engine.manager.graphs.keys()
     assert other.manager.needs_capture() and not recorded_graphs._captured
+    other.manager.tp_size = 2
+    with pytest.raises(RuntimeError, match="as planned"):
+        other.manager.capture_tails()
 
 
 def test_graphs_without_drafts_have_no_trees(engine):
