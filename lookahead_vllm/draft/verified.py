@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lookahead_vllm.draft.jit import Int32s
+from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.tree import DraftForest
 
 
@@ -19,13 +19,13 @@ class Verified(NamedTuple):
     forest: DraftForest
     """The verified tree of each request: the first nodes of the proposed one. Requests for which no
     node was proposed are included."""
-    at_roots: Int32s
-    """int32 [t, k]: the likeliest tokens after each root, best first; k is `num_choices`."""
-    at_nodes: Int32s
-    """int32 [n, k]: the likeliest tokens after each node, best first. In a replay, UNKNOWN after
-    nodes that were not accepted."""
+    tokens: Int32s
+    """int32 [m, k]: the likeliest tokens at each row of logits, best first; k is `num_choices`. In
+    a replay, UNKNOWN after nodes that were not accepted."""
     gaps: NDArray[np.float32]
-    """float32 [t + n, k]: the difference between the best logit and each of these, roots first."""
+    """float32 [m, k]: the difference between the best logit and each of these."""
+    roots: Int64s
+    """int64 [t]: the row of each root. Its nodes' rows follow, in order."""
     accepted: NDArray[np.bool_]
     """bool [n]: whether each node was accepted."""
 
@@ -36,8 +36,8 @@ class Verified(NamedTuple):
         return cls(
             request_ids,
             forest,
-            np.zeros((t, num_choices), np.int32),
-            np.zeros((n, num_choices), np.int32),
+            np.zeros((t + n, num_choices), np.int32),
             np.zeros((t + n, num_choices), np.float32),
+            forest.firsts[:-1] + np.arange(t),
             np.zeros(n, np.bool_),
         )

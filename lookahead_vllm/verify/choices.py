@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lookahead_vllm.draft.jit import Int32s, Int64s
-from lookahead_vllm.verify.transfer import to_device
+from lookahead_vllm.draft.jit import Int32s
 
 _PART = 128
 """Logits of which only the maximum is compared at first."""
@@ -25,19 +24,12 @@ class Choices(NamedTuple):
     """float32 [n, k]: the row's largest logit minus the token's logit."""
 
     @classmethod
-    def at(cls, rows: Int64s, packed: Tensor, wait: bool = True) -> Choices:
-        """Copy the choices in some rows of what `pack_choices` returned to the host.
+    def on_host(cls, packed: Tensor, wait: bool = True) -> Choices:
+        """Copy what `pack_choices` returned, int32 [2, n, k].
 
-        Parameters
-        ----------
-        rows : int64 [n]
-            A row may occur more than once.
-        packed : int32 [2, m, k]
-        wait : bool
-            False: return at once; the device fills the arrays later, in stream order.
+        Without `wait`, the arrays are filled later, in the order of the device's stream.
         """
-        chosen = packed[:, to_device(rows, packed.device)]
-        tokens, bits = chosen.to("cpu", non_blocking=not wait).numpy()
+        tokens, bits = packed.to("cpu", non_blocking=not wait, copy=True).numpy()
         return cls(tokens, bits.view(np.float32))
 
 

@@ -98,11 +98,12 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
 
     def add_choices(verified: Any) -> None:
         if verified is not None:
-            firsts = verified.forest.firsts.tolist()
-            for i, request_id in enumerate(verified.request_ids):
-                at_nodes = verified.at_nodes[firsts[i] : firsts[i + 1]]
-                at_root = verified.at_roots[i]
-                detector.add_choices(request_id, verified.forest[i], at_root, at_nodes)
+            tokens, roots = verified.tokens, verified.roots.tolist()
+            for request_id, tree, root in zip(
+                verified.request_ids, verified.forest, roots, strict=True
+            ):
+                at_nodes = tokens[root + 1 : root + 1 + len(tree)]
+                detector.add_choices(request_id, tree, tokens[root], at_nodes)
 
     with (
         _steps(add_drafts),

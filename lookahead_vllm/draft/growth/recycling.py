@@ -65,12 +65,12 @@ class ChoiceTrees(NamedTuple):
 class ModelChoices(NamedTuple):
     """The model's likeliest tokens, best first."""
 
-    at_roots: Int32s
-    """int32 [t, NUM_CHOICES]"""
-    at_nodes: Int32s
-    """int32 [n, NUM_CHOICES]"""
+    tokens: Int32s
+    """int32 [m, NUM_CHOICES]: of each row of logits."""
     gaps: NDArray[np.float32]
-    """float32 [t + n, NUM_CHOICES]: how far each logit is below the best one, roots first."""
+    """float32 [m, NUM_CHOICES]: how far each logit is below the best one."""
+    roots: Int64s
+    """int64 [t]: the row of each root. Its nodes' rows follow, in order."""
 
 
 @borrowing_kernel
@@ -168,34 +168,26 @@ def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices) -> Int32s:
     """
     trees, choices = ChoiceTrees(*trees), ModelChoices(*choices)
     spaces, tokens, parents, firsts = trees.spaces, trees.tokens, trees.parents, trees.firsts
-    gaps = choices.gaps
     max_size = np.int64(0)
     for tree in range(len(spaces)):
         max_size = max(max_size, firsts[tree + 1] - firsts[tree])
+    num_rows = len(spaces) + len(tokens)
     hashes = np.empty((max_size + 1, trees.roots.shape[1]), np.uint64)  # row i + 1 is node i's
-    replaced = np.empty((NUM_LENGTHS * len(gaps), _LINE + 1), np.int32)
+    replaced = np.empty((NUM_LENGTHS * num_rows, _LINE + 1), np.int32)
     size = 0
     for tree, space in enumerate(spaces):
         if space == NO_SPACE:
             continue
-        hashes[0] = trees.roots[tree]
-        size = _keep(lines, space, hashes[0], choices.at_roots[tree], gaps[tree], 0, replaced, size)
+        hashes[0], root = trees.roots[tree], choices.roots[tree]
+        size = _keep(lines, space, hashes[0], choices, root, 0, replaced, size)
         for node in range(firsts[tree], firsts[tree + 1]):
             place = node - firsts[tree]
             advance(hashes[parents[node] + 1], tokens[node], hashes[place + 1])
-            if choices.at_nodes[node, 0] == UNKNOWN:
+            row = root + 1 + place
+            if choices.tokens[row, 0] == UNKNOWN:
                 continue
             at_cell = 1 if place >= trees.num_grown[tree] else 0
-            size = _keep(
-                lines,
-                space,
-                hashes[place + 1],
-                choices.at_nodes[node],
-                gaps[len(spaces) + node],
-                at_cell,
-                replaced,
-                size,
-            )
+            size = _keep(lines, space, hashes[place + 1], choices, row, at_cell, replaced, size)
     return replaced[:size]
 
 
@@ -219,16 +211,17 @@ def _keep(
     lines: Int32s,
     space: int,
     hashes: Hashes,
-    tokens: Int32s,
-    gaps: NDArray[np.float32],
+    choices: ModelChoices,
+    row: int,
     at_cell: int,
     replaced: Int32s,
     size: int,
 ) -> int:
-    """Write the choices `tokens` int32 [NUM_CHOICES] to the lines of the text's suffixes.
+    """Write the choices in this row to the lines of the text's suffixes.
 
     Appends the old lines to `replaced`, which has this `size`; returns its new one.
     """
+    tokens, gaps = choices.tokens[row], choices.gaps[row]
     confidence = np.int64(0)
     for rank in range(NUM_CHOICES):
         gap = gaps[rank] if rank else gaps[1]

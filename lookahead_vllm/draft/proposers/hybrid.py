@@ -203,7 +203,7 @@ class HybridProposer(NGramTrieProposer):
         if self._awaited is None:
             return super()._begin_and_grow(step)
         choices, verified = self._awaited
-        given = verified.at_roots, verified.at_nodes, verified.gaps
+        given = verified.tokens, verified.gaps, verified.roots
         grown, before, new, num_tokens, self._replaced = begin_recycle_and_grow(
             choices[:], given, self._lines, *step, *self._growing
         )

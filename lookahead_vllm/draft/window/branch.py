@@ -164,10 +164,6 @@ class LookaheadBranch:
         )[with_comb]
         fade = (1 - 1 / MEMORY_COMBS) ** len(with_comb)
         self.worth = fade * self.worth + (1 - fade) * float(from_window.mean())
-        combs = VerifiedCombs(
-            forest.firsts[with_comb],
-            forest.sizes[with_comb],
-            verified.at_roots[with_comb, 0],
-            np.ascontiguousarray(verified.at_nodes[:, 0]),
-        )
+        best = np.ascontiguousarray(verified.tokens[:, 0])
+        combs = VerifiedCombs(verified.roots[with_comb], forest.sizes[with_comb], best)
         self.windows.iterate(rows, combs)

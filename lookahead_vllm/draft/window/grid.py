@@ -38,14 +38,12 @@ class _CombLimits(NamedTuple):
 class VerifiedCombs(NamedTuple):
     """The model's choices in the trees of a step that had combs."""
 
-    firsts: Int64s
-    """int64 [t]: the first node of each tree in `at_nodes`."""
+    roots: Int64s
+    """int64 [t]: the row of each root. Its nodes' rows follow, in order."""
     sizes: Int64s
     """int64 [t]: the number of verified nodes of each tree."""
-    at_roots: Int32s
-    """int32 [t]: the likeliest token after each root."""
-    at_nodes: Int32s
-    """int32 [n]: the likeliest token after each node."""
+    best: Int32s
+    """int32 [m]: the likeliest token at each row of logits."""
 
 
 class WindowArrays(NamedTuple):
@@ -214,9 +212,9 @@ def _iterate(rows: Int64s, verified: VerifiedCombs, windows: WindowArrays) -> No
         for column in range(columns):
             cell = last[column]
             if cell == ROOT:
-                choices[column] = verified.at_roots[tree]
+                choices[column] = verified.best[verified.roots[tree]]
             elif 0 <= cell < verified.sizes[tree]:
-                choices[column] = verified.at_nodes[verified.firsts[tree] + cell]
+                choices[column] = verified.best[verified.roots[tree] + 1 + cell]
             else:  # it was not verified
                 choices[column] = _draw(windows, row)
         if filled == levels:

@@ -21,7 +21,6 @@ from lookahead_vllm.draft.parts import ForestParts
 from lookahead_vllm.draft.tree import DraftForest
 from lookahead_vllm.engine import config
 from lookahead_vllm.engine.grammar.tree_walk import joined_masks, split_masks
-from lookahead_vllm.engine.step.placed_trees import root_rows
 from lookahead_vllm.verify.choices import Choices, pack_choices
 
 
@@ -104,7 +103,7 @@ def masks_of_part(
 def own_choices(logits: torch.Tensor, num_choices: int) -> Choices:
     """The model's choices at each row of the logits; without columns if none are needed."""
     if num_choices:
-        return Choices.at(np.arange(len(logits)), pack_choices(logits, num_choices))
+        return Choices.on_host(pack_choices(logits, num_choices))
     none = len(logits), 0
     return Choices(np.empty(none, np.int32), np.empty(none, np.float32))
 
@@ -118,8 +117,8 @@ class SampledEverywhere(NamedTuple):
     """int32 [n]: a token for each node of all trees."""
     choices: Choices
     """The model's choices at each of the r + n rows; without columns if the proposer needs none."""
-    num_nodes: Int64s
-    """int64 [r]: the number of nodes of each request of the batch."""
+    starts: Int64s
+    """int64 [r + 1]: the first of these rows of each request, then r + n."""
 
 
 def exchange(
@@ -146,7 +145,8 @@ def exchange(
     all_nodes = np.zeros(len(req_ids), np.int64)
     all_nodes[rows] = forest.sizes
     # Rows as if this rank had the logits of all nodes.
-    roots = root_rows(all_nodes)
+    starts = np.append(0, np.cumsum(1 + all_nodes))
+    roots = starts[:-1]
     nodes = roots[rows][forest.owners] + 1 + forest.places
     here = np.sort(np.concatenate([roots, nodes[contains[group.rank]]]))
     k = choices.tokens.shape[1]
@@ -163,8 +163,8 @@ def exchange(
     return SampledEverywhere(
         every[roots, 0],
         every[nodes, 0],
-        Choices(every[:, 1 : 1 + k], every[:, 1 + k :].view(np.float32)),
-        all_nodes,
+        Choices(every[:, 1 : 1 + k].copy(), every[:, 1 + k :].copy().view(np.float32)),
+        starts,
     )
 
 

@@ -160,12 +160,8 @@ class ReplicaRunner(LookaheadRunner):
         tokens: Int32s = emitted_tokens(forest.firsts, rows, paths, every.at_roots, every.at_nodes)
         self._share_accepted(paths, rows)
         if self.drafter.proposer.num_choices:
-            best, gaps = every.choices
             self.step.verified = self.step.whole_trees.verified(
-                lambda places: Choices(best[places], gaps[places]),
-                every.num_nodes,
-                batch.req_ids,
-                self._late.drafted_for,
+                every.choices, every.starts, batch.req_ids, self._late.drafted_for
             )
         none = torch.empty(0, dtype=torch.int64)
         return Walk(

@@ -474,13 +474,10 @@ class LookaheadRunner(DummyRuns):
         """Start to copy the model's choices to the host; `packed` as in `pack_choices`."""
         step = self.step
         starts = self._shape.split.starts if step.is_prepared_early else batch.cu_num_logits_np
-        num_nodes = (np.diff(starts) - 1).astype(np.int64)
-        step.verified = step.trees.verified(
-            lambda rows: Choices.at(rows, packed, wait=False),
-            num_nodes,
-            batch.req_ids,
-            self._late.drafted_for,
-        )
+        choices = Choices.on_host(packed, wait=False)
+        have_nodes = len(step.trees.rows) == len(batch.req_ids)
+        bare = () if have_nodes else self._late.drafted_for
+        step.verified = step.trees.verified(choices, starts, batch.req_ids, bare)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         step = self.step

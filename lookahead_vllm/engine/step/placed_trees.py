@@ -5,7 +5,7 @@ Everything here works on arrays: rows of the batch, counts of tokens, logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,6 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.verify.choices import Choices
 from lookahead_vllm.verify.layout.tree_batch import TreeBatch
-
-
-def root_rows(num_nodes: Int64s) -> Int64s:
-    """The logits row of each request's root, int64 [r]; `num_nodes` int64 [r] rows follow each."""
-    return np.cumsum(num_nodes + 1) - num_nodes - 1
 
 
 @dataclass(eq=False)
@@ -71,8 +66,8 @@ class PlacedTrees:
 
     def verified(
         self,
-        choose: Callable[[Int64s], Choices],
-        num_nodes: Int64s,
+        choices: Choices,
+        starts: Int32s | Int64s,
         req_ids: Sequence[str],
         with_roots_of: Collection[str] = (),
     ) -> Verified | None:
@@ -82,11 +77,11 @@ class PlacedTrees:
 
         Parameters
         ----------
-        choose
-            Returns the choices at rows int64 [m] of the logits, which have a row for each request's
-            root and then for each of its nodes.
-        num_nodes : int64 [r]
-            Scheduled nodes of each request.
+        choices
+            At all rows of logits: one for each request's root, and then for each of its nodes.
+            There may be more for padding.
+        starts : int [r + 1]
+            The first of these rows of each request, then their number.
         req_ids
             The requests of the batch.
         with_roots_of
@@ -100,24 +95,20 @@ class PlacedTrees:
         if with_roots_of:
             bare = [
                 row
-                for row in np.flatnonzero(num_nodes == 0).tolist()
+                for row in np.flatnonzero(np.diff(starts) == 1).tolist()
                 if req_ids[row] in with_roots_of
             ]
             rows = np.concatenate([rows, np.array(bare, np.int64)])
             forest = forest.with_empty(len(bare))
         if not len(rows):
             return None
-        roots = root_rows(num_nodes)[rows]
-        nodes = roots[forest.owners] + 1 + forest.places
-        choices = choose(np.concatenate([roots, nodes]))
-        t, n = len(forest), forest.num_nodes
         return Verified(
             [req_ids[row] for row in rows.tolist()],
             forest,
-            choices.tokens[:t],
-            choices.tokens[t:],
+            choices.tokens,
             choices.gaps,
-            np.zeros(n, np.bool_),
+            starts[rows].astype(np.int64),
+            np.zeros(forest.num_nodes, np.bool_),
         )
 
     def mark_accepted(self, verified: Verified, paths: Int32s) -> None:

@@ -46,9 +46,9 @@ def keep(lines, text, tree, at_root, at_nodes, space=1, num_grown=None):
         np.array([len(tree) if num_grown is None else num_grown]),
     )
     choices = ModelChoices(
-        ids(*at_root)[None],
-        np.array(at_nodes, np.int32).reshape(-1, NUM_CHOICES),
-        np.tile(np.arange(NUM_CHOICES, dtype=np.float32), (1 + len(tree), 1)),
+        np.array([choices_from(99), at_root, *at_nodes], np.int32),
+        np.tile(np.arange(NUM_CHOICES, dtype=np.float32), (2 + len(tree), 1)),
+        np.array([1]),
     )
     return recycle(lines, trees, choices)
 
@@ -101,9 +101,8 @@ def step(proposer, choose):
     at_root, at_nodes = choose(proposer.last), [choose(token) for token in tree.tokens.tolist()]
     emitted, accepted = answer(tree, at_root, at_nodes)
     verified = Verified.nothing(["r"], forest, NUM_CHOICES)
-    verified.at_roots[0] = choices_from(at_root)
-    for node, token in enumerate(at_nodes):
-        verified.at_nodes[node] = choices_from(token)
+    for row, token in enumerate([at_root, *at_nodes]):
+        verified.tokens[row] = choices_from(token)
     verified.accepted[:] = accepted
     read(proposer, {"r": emitted}, verified)
     proposer.last = emitted[-1]
@@ -158,8 +157,7 @@ def test_rates_are_learned_from_the_choices_before_the_tokens():
         return [array.copy() for array in proposer.rate.arrays]
 
     tree = DraftForest.of([DraftTree.chain([5, 5])])
-    chosen = Verified.nothing(["a"], tree, NUM_CHOICES)._replace(
-        at_roots=ids(*choices_from(5))[None], at_nodes=np.array([choices_from(5)] * 2, np.int32)
-    )
+    chosen = Verified.nothing(["a"], tree, NUM_CHOICES)
+    chosen.tokens[:] = choices_from(5)
     for one, other in zip(rates_after(None), rates_after(chosen), strict=True):
         assert np.array_equal(one, other, equal_nan=True)

@@ -37,8 +37,8 @@ def step(proposer: HybridProposer, token: int) -> int:
     if proposer.num_choices:
         verified = Verified.nothing(["a"], forest, NUM_CHOICES)
         ranks = np.arange(NUM_CHOICES, dtype=np.int32)
-        verified.at_roots[0] = next_token(token) + 100 * ranks
-        verified.at_nodes[:] = np.array(at_nodes, np.int32)[:, None] + 100 * ranks
+        best = np.array([next_token(token), *at_nodes], np.int32)
+        verified.tokens[:] = best[:, None] + 100 * ranks
         verified.gaps[:] = 2.0 * ranks
         verified.accepted[:] = accepted
     read(proposer, {"a": emitted}, verified)

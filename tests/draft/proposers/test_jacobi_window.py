@@ -72,8 +72,8 @@ def step(
     verified = Verified.nothing([name], forest, proposer.num_choices)
     at_nodes = [model(text + path) for path in paths(tree)]
     others = np.arange(proposer.num_choices)
-    verified.at_roots[:] = (model(text) + others) % VOCAB
-    verified.at_nodes[:] = (np.array(at_nodes, np.int32)[:, None] + others) % VOCAB
+    best = np.array([model(text), *at_nodes], np.int32)
+    verified.tokens[:] = (best[:, None] + others) % VOCAB
     verified.gaps[:] = others
     emitted, verified.accepted[:] = answer(tree, model(text), at_nodes)
     read(proposer, {name: emitted}, verified)

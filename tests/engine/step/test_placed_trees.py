@@ -1,14 +1,12 @@
 """The arrays of a step with drafts, without an engine."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.step.drafts import Drafts
-from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees, root_rows
+from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 from lookahead_vllm.verify.choices import Choices, pack_choices
 
 CHAIN = DraftTree.chain([5, 6])
@@ -43,15 +41,13 @@ def test_tree_attention_may_compute_chains():
 
 def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted():
     step = in_batch([0, 1])
-    num_nodes = np.array([2, 0, 3])
-    assert root_rows(num_nodes).tolist() == [0, 3, 4]
+    starts = np.array([0, 3, 4, 8])
     logits = torch.zeros(8, 16)
     logits[torch.arange(8), torch.arange(8)] = 1.0  # row i chooses token i
-    choose = partial(Choices.at, packed=pack_choices(logits, 1))
-    verified = step.verified(choose, num_nodes, ["x", "y", "z"], {"y"})
+    choices = Choices.on_host(pack_choices(logits, 1))
+    verified = step.verified(choices, starts, ["x", "y", "z"], {"y"})
     assert verified is not None and verified.request_ids == ["z", "y"]
-    assert verified.at_roots.tolist() == [[4], [3]]
-    assert verified.at_nodes.tolist() == [[5], [6], [7]]
+    assert verified.tokens[verified.roots].tolist() == [[4], [3]]
     step.mark_accepted(verified, np.array([[0, 1], [0, 1]], np.int32))
     assert verified.accepted.tolist() == [True, True, False]
-    assert NO_DRAFTS.verified(choose, np.zeros(3, np.int64), ["x", "y", "z"]) is None
+    assert NO_DRAFTS.verified(choices, np.arange(4), ["x", "y", "z"]) is None

@@ -210,9 +210,10 @@ class Engine:
         assert (found is None) == (step.verified is None)
         if found is not None and step.verified is not None:
             assert found.request_ids == step.verified.request_ids
-            for one, other in zip(found[2:5], step.verified[2:5], strict=True):
-                assert np.array_equal(one, other)
-            self.num_chosen += found.at_nodes.size
+            assert np.array_equal(found.roots, step.verified.roots)
+            for one, other in zip(found[2:4], step.verified[2:4], strict=True):
+                assert np.array_equal(one[: len(other)], other)  # then padding
+            self.num_chosen += found.forest.num_nodes * found.tokens.shape[1]
 
     def outside_of_graphs(self, step: Step, hidden: torch.Tensor) -> Any:
         logits = self.runner.model.compute_logits(hidden)
