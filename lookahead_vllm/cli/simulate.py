@@ -20,12 +20,12 @@ from lookahead_vllm.simulation.traces import TraceError, TraceFile, load_traces
 
 EPILOG = """\
 examples:
-  lookahead-vllm simulate tests/data/agents.jsonl --proposers ngram_trie,prompt_lookup
+  lookahead-vllm simulate tests/data/agents.jsonl --proposers ngram_trie,ngram
   lookahead-vllm simulate LOGS --model MODEL --concurrent 8 --plot out.png
   lookahead-vllm simulate *_reference.jsonl --proposers ngram_trie,ngram_trie:max_nodes=50000 \\
       --budget 16,32 --mode cold,replay --json out.json
 
-a line of the traces:
+a line of token ids:
   {"prompt_token_ids": [1, 9690, ...], "output_token_ids": [504, ...],
    "suite": "spec_bench", "category": "qa", "loops": false, "chains": [...]}
   The last four may be missing. `chains` has what a trained drafter proposed after each output
@@ -47,14 +47,14 @@ proposers:
   ngram_trie, with the options of a server, as in ngram_trie:max_nodes=50000.
   ngram_trie:drafter=4 has the first four tokens of the recorded chains in its trees.
   hybrid and jacobi_window learn from the model's choices, which a recording does not have.
-  suffix is vLLM's, by arctic-inference, with vLLM's defaults; suffix_trees are the same library's
-  trees, which vLLM does not use; suffix_v2 is vLLM's `suffix` for Model Runner V2, after 0.33,
-  whose chains all have --budget tokens; prompt_lookup is vLLM's `ngram`, with n-grams of 2 to 5.
+  ngram is vLLM's, with n-grams of 2 to 5. suffix is vLLM's, by arctic-inference, with vLLM's
+  defaults; suffix_trees are the same library's trees, which vLLM does not use; suffix_v2 is vLLM's
+  `suffix` for Model Runner V2, after 0.33, whose chains all have --budget tokens.
   All insert prompts at once, and send their drafts whatever they cost.
 
 modes:
-  cold    all traces of a file, in order, starting with an empty cache
-  replay  all traces of a file, after all of them were played once (as new requests)
+  cold    all answers of a file, in order, starting with an empty cache
+  replay  all answers of a file, after all of them were played once (as new requests)
   Each file has its own cache; the overall figures pool the steps of all files.
 
 columns:
@@ -81,7 +81,7 @@ method:
   no engine does. Times are those of the proposer's calls, in this process, with garbage collection
   off, after a warm-up on another instance; nothing else depends on them.
 
-The exit status is 0, 2 for wrong options or traces, 130 after Ctrl-C.
+The exit status is 0, 2 for wrong options or files, 130 after Ctrl-C.
 """
 
 
@@ -126,11 +126,11 @@ def parser() -> argparse.ArgumentParser:
         default="engine",
         help="of prompts: as in an engine, or all at once (default: engine)",
     )
-    add("--limit", type=positive, metavar="N", help="the first N traces of each file")
+    add("--limit", type=positive, metavar="N", help="the first N answers of each file")
     add(
         "--no-loops",
         action="store_true",
-        help="first leave out traces with `loops: true`, whose answers repeat without end",
+        help="first leave out lines with `loops: true`, whose answers repeat without end",
     )
     add(
         "--cost-curve",
@@ -197,7 +197,7 @@ def report(results: Results, files: Sequence[TraceFile]) -> None:
     """Print the files and the tables."""
     for file in files:
         short = f", {file.too_short} shorter than two tokens left out" if file.too_short else ""
-        print(f"{file.path}: {len(file.traces)} traces, {file.num_tokens} tokens{short}")
+        print(f"{file.path}: {len(file.traces)} answers, {file.num_tokens} tokens{short}")
     parts = by_file, itemgetter("by_category"), itemgetter("by_turn")
     tables = [overall_table(results), *(parts_table(results, "EDL (nodes)", of) for of in parts)]
     for table in filter(None, tables):

@@ -19,7 +19,7 @@ from lookahead_vllm.draft.tree import DraftTree
 from lookahead_vllm.options.allowed import OptionError
 
 MIN_NGRAM, MAX_NGRAM = 2, 5
-"""Of prompt lookup, as in vLLM's examples; its default, 5 and 5, drafts less."""
+"""Of `ngram`, as in vLLM's examples; its default, 5 and 5, drafts less."""
 
 
 class Peer(TextByText):
@@ -70,7 +70,7 @@ class Peer(TextByText):
             del self._texts[row], self._sizes[row]
 
 
-class PromptLookup(Peer):
+class Ngram(Peer):
     """vLLM's `ngram`, by vLLM's own function."""
 
     def __init__(self) -> None:
@@ -258,5 +258,5 @@ PEERS: dict[str, type[Peer]] = {
     "suffix": Suffix,
     "suffix_v2": SuffixV2,
     "suffix_trees": SuffixTrees,
-    "prompt_lookup": PromptLookup,
+    "ngram": Ngram,
 }

@@ -128,7 +128,7 @@ def load_traces(
         raise TraceError(f"{path}: nothing is left to replay: all lines were skipped")
     if not traces:
         raise TraceError(
-            f"{path}: nothing is left to replay; of {num_all} traces, {num_all - num_kept} "
+            f"{path}: nothing is left to replay; of {num_all} answers, {num_all - num_kept} "
             f"loop (--no-loops) and {too_short} have fewer than two output tokens"
         )
     return TraceFile(path, traces[:limit], too_short)

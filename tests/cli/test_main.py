@@ -63,7 +63,7 @@ def test_names_that_cannot_be_encoded_lose_no_results(tmp_path, capsys):
     more = ["--proposers", "ngram_trie", "--budget", "4", "--json", str(out)]
     assert main(["simulate", "--traces", str(traces), *more]) == 0
     printed = capsys.readouterr().out
-    assert r"in Latin-1: \udce9.jsonl: 2 traces" in printed and r"a\ud800" in printed
+    assert r"in Latin-1: \udce9.jsonl: 2 answers" in printed and r"a\ud800" in printed
     (of_budget,) = json.loads(out.read_text())["results"].values()
     assert of_budget["4"]["cold"]["by_category"].keys() == {"a\ud800", "b"}
 

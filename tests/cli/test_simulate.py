@@ -225,7 +225,7 @@ def test_the_json_holds_the_documented_keys(tmp_path, capsys):
                 assert entry["tokens"] == 18
     assert results["ngram_trie"]["8"]["replay"]["edl"] > 1.5
     printed = capsys.readouterr().out
-    assert "2 traces, 20 tokens, 1 shorter than two tokens left out" in printed
+    assert "2 answers, 20 tokens, 1 shorter than two tokens left out" in printed
     assert "| ngram_trie " in printed
     assert "s/a" in printed
 
@@ -239,12 +239,12 @@ def test_a_full_disk_loses_no_table(tmp_path, capsys):
 
 
 def test_the_first_command_of_a_fresh_clone_works(tmp_path, capsys):
-    """And the trie is ahead of prompt lookup, most where the agent edits what it has read."""
+    """And the trie is ahead of vLLM's `ngram`, most where the agent edits what it has read."""
     out = tmp_path / "out.json"
-    names = "ngram_trie,prompt_lookup"
+    names = "ngram_trie,ngram"
     agents = Path(__file__).parents[1] / "data" / "agents.jsonl"
     command.main([str(agents), "--proposers", names, "--budget", "16", "--json", str(out)])
-    assert "15 traces, 2577 tokens" in capsys.readouterr().out
+    assert "15 answers, 2577 tokens" in capsys.readouterr().out
     trie, lookup = (one["16"]["cold"] for one in json.loads(out.read_text())["results"].values())
     for name, part in trie["by_category"].items():
         assert part["edl"] > lookup["by_category"][name]["edl"] + 0.4
@@ -272,11 +272,11 @@ def test_a_plot_needs_matplotlib(tmp_path, monkeypatch, capsys):
         (["--traces", "/nowhere.jsonl"], "error: there is no file /nowhere.jsonl"),
         (["--traces", "EMPTY"], "is empty"),
         (["--traces", "BAD"], "bad.jsonl, line 2: it is not JSON"),
-        (["--traces", "SHORT"], "nothing is left to replay; of 2 traces, 0 loop"),
-        (["--traces", "SHORT", "--no-loops"], "of 2 traces, 1 loop (--no-loops) and 1 have"),
+        (["--traces", "SHORT"], "nothing is left to replay; of 2 answers, 0 loop"),
+        (["--traces", "SHORT", "--no-loops"], "of 2 answers, 1 loop (--no-loops) and 1 have"),
         (["--budget", "16,129"], "'129' is not a number from 1 to 128"),
         (["--mode", "hot"], "'hot' is not one of cold, replay"),
-        (["--proposers", "ngram"], "did you mean 'ngram_trie'?"),
+        (["--proposers", "ngram_gpu"], "did you mean 'ngram'?"),
         (["--cost-curve", "1:2,1:3"], "is not TOKENS:MS"),
         (["--step-ms", "0"], "'0' is not a number above 0"),
         (["--json", "/nowhere/out.json"], "there is no folder /nowhere"),

@@ -27,10 +27,10 @@ def replayed(name: str, tmp_path: Path) -> tuple[float, float]:
     return entry["edl"], entry["nodes"]
 
 
-def test_prompt_lookup_drafts_what_followed_the_same_tokens(tmp_path):
+def test_ngram_drafts_what_followed_the_same_tokens(tmp_path):
     # The prefill has made 10. Seven steps bring 11 to 15, 10 and 11: then two tokens repeat. Four
     # more steps of five tokens, and one of two.
-    tokens, nodes = replayed("prompt_lookup", tmp_path)
+    tokens, nodes = replayed("ngram", tmp_path)
     assert tokens == pytest.approx(29 / 12) and nodes == pytest.approx((4 * 4 + 1) / 12)
 
 
@@ -76,12 +76,12 @@ def test_a_peer_that_is_not_installed_is_refused(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(OptionError, match="suffix: it needs arctic-inference: pip install"):
         choose_proposers("suffix")
-    with pytest.raises(OptionError, match="prompt_lookup: it is vLLM's, which cannot be imported"):
-        choose_proposers("prompt_lookup")
+    with pytest.raises(OptionError, match="ngram: it is vLLM's, which cannot be imported"):
+        choose_proposers("ngram")
     with pytest.raises(OptionError, match="did you mean 'suffix'"):
         choose_proposers("sufix")
-    with pytest.raises(OptionError, match="prompt_lookup has no settings here; leave max=3 out"):
-        choose_proposers("prompt_lookup:max=3")
+    with pytest.raises(OptionError, match="ngram has no settings here; leave max=3 out"):
+        choose_proposers("ngram:max=3")
 
 
 # vLLM's `suffix` for Model Runner V2, against a search of everything.
