@@ -7,7 +7,7 @@
 #   scripts/setup.sh --force    install again, even if nothing has changed
 #
 # If nothing has changed, it returns at once. PYTHON=/path/to/python chooses the interpreter (3.11
-# to 3.14).
+# to 3.14) of a new .venv.
 set -euo pipefail
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -194,6 +194,10 @@ fi
 if [[ $repo == *[[:space:]]* ]]; then  # LD_PRELOAD splits there, and so does torch.compile's linker
     say "the path '$repo' contains a space, in which torch.compile cannot link; use a path without one"
     exit 1
+fi
+
+if [[ -n ${PYTHON:-} && -x $python && "$("$PYTHON" -V 2>&1)" != "$("$python" -V 2>&1)" ]]; then
+    say "PYTHON=$PYTHON is ignored: .venv has $("$python" -V); delete .venv to choose another one"
 fi
 
 [[ $force == false ]] && is_complete "$wanted" && exit 0

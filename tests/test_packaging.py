@@ -153,19 +153,32 @@ def test_the_command_runs_from_the_wheel(environment, facts):
     assert "--proposers" in run(command, "simulate", "--help")
 
 
-def test_setup_takes_the_python_that_is_named_or_none(tmp_path):
-    """And leaves no environment of another one."""
+def setup(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a copy of `setup.sh` in a folder, with a PYTHON that is none."""
     for name in ("scripts/setup.sh", "pyproject.toml"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    finished = subprocess.run(
-        [tmp_path / "scripts" / "setup.sh", "--runtime"],
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return subprocess.run(
+        [folder / "scripts" / "setup.sh", "--runtime"],
         env={**os.environ, "PYTHON": "/bin/false"},
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
+
+
+def test_setup_takes_the_python_that_is_named_or_none(tmp_path):
+    """And leaves no environment of another one."""
+    finished = setup(tmp_path)
     assert finished.returncode == 1
     assert "PYTHON=/bin/false is no Python 3.11 to 3.14" in finished.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def test_setup_says_that_an_environment_keeps_its_python(tmp_path):
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    number = ".".join(map(str, sys.version_info[:3]))
+    assert f"PYTHON=/bin/false is ignored: .venv has Python {number}" in setup(tmp_path).stderr
