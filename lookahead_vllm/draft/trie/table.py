@@ -468,19 +468,18 @@ def remove_text(trie: TrieArrays, space: int, tokens: Int32s, start: int, end: i
 
 @kernel
 def count_present(trie: TrieArrays, space: int, tokens: Int32s, places: Int64s) -> tuple[int, int]:
-    """How many n-grams end at these places of a text, int64 [n], and how many of them the space
-    holds."""
+    """How many of the longest n-grams end at these places of a text, int64 [n], and how many of
+    them the space holds. (Short suffixes have more followers than a line holds.)"""
     trie = TrieArrays(*trie)
     num_all = num_held = 0
     for place in places:
         keys, slots = _locate_all(trie, space, tokens, place, place + 1)
-        for suffix in range(NUM_SUFFIXES):
-            if keys[0, suffix] == 0:
-                continue
+        key, slot = keys[0, WHOLE - 1], slots[0, WHOLE - 1]
+        if key:
             num_all += 1
-            for slot in range(slots[0, suffix], slots[0, suffix] + SLOTS_PER_LINE):
+            for edge in range(slot, slot + SLOTS_PER_LINE):
                 num_held += (
-                    trie.edges[slot, KEY] == keys[0, suffix]
-                    and trie.edges[slot, USE] & TOKEN_MASK == tokens[place]
+                    trie.edges[edge, KEY] == key
+                    and trie.edges[edge, USE] & TOKEN_MASK == tokens[place]
                 )
     return num_all, num_held
