@@ -140,14 +140,16 @@ class Session:
                 lost.add(end)
         return [one for one in self.spellings if one.end in lost]
 
-    def num_removed(self, prompt: Int32s, num_common: int) -> int:
-        """The most tokens that `continue_with` takes back."""
+    def continue_with(self, prompt: Int32s, num_common: int) -> bool:
+        """Take back what is behind the first `num_common` tokens, and let the prompt follow; False
+        if that would be more than MAX_REMOVED_TOKENS."""
         lost = self.lost_spellings(prompt, num_common)
-        return len(self.tokens) - num_common + sum(len(one.tokens) - one.left for one in lost)
-
-    def continue_with(self, prompt: Int32s, num_common: int) -> None:
-        """Take back what is behind the first `num_common` tokens, and let the prompt follow."""
-        for one in reversed(self.lost_spellings(prompt, num_common)):
+        num_removed = (
+            len(self.tokens) - num_common + sum(len(one.tokens) - one.left for one in lost)
+        )
+        if num_removed > MAX_REMOVED_TOKENS:
+            return False
+        for one in reversed(lost):
             self.spellings.remove(one)
             self.trie.remove(self.space, one.tokens, one.left, len(one.tokens))
         for one in self.spellings:
@@ -165,6 +167,7 @@ class Session:
         if num_common < len(prompt):
             self.pending.append((num_common, len(prompt)))
         self.tokens, self.num_prompt = prompt, len(prompt)
+        return True
 
     def forget_answer(self, answer: Int32s) -> None:
         """Take back an answer to the prompt, while other requests are live."""
@@ -270,11 +273,10 @@ class Sessions:
                 elif (
                     num_common >= session.num_prompt - MAX_CHANGED_TOKENS
                     and len(prompt) <= session.room
-                    and session.num_removed(prompt, num_common) <= MAX_REMOVED_TOKENS
+                    and session.continue_with(prompt, num_common)
                 ):
                     del self._idle[session.space]
                     session.users = 1
-                    session.continue_with(prompt, num_common)
                     return session
         return None
 

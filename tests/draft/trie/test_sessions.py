@@ -488,6 +488,7 @@ def test_no_draft_has_n_grams_of_another_conversation():
 def _keep_all(self, prompt, num_common):
     self.pending.append((num_common, len(prompt)))
     self.tokens, self.num_prompt = prompt, len(prompt)
+    return True
 
 
 def _whatever_follows(self, prompt, num_common):
