@@ -209,7 +209,7 @@ def build_cache(options: argparse.Namespace) -> None:
     arrays, facts = proposer.snapshot()
     size = cache_file.save(options.out.resolve(), arrays, facts, fingerprint)
     held, capacity = cache_file.count_ngrams(arrays), len(arrays["edges"])
-    skipped = f" ({num_skipped} lines were skipped)" if num_skipped else ""
+    skipped = f" (skipped lines: {num_skipped})" if num_skipped else ""
     print(
         f"{options.out}: {num_tokens} tokens of {num_texts} texts learned in "
         f"{time.perf_counter() - start:.1f} s{skipped}; it holds {held} n-grams of at most "

@@ -229,7 +229,7 @@ def test_a_line_that_vllm_refuses_is_named_and_skipped(model, tmp_path, tokenize
     out = tmp_path / "warm.cache"
     assert main(["build", "--model", str(model), "--texts", str(path), "--out", str(out)]) == 0
     printed = capsys.readouterr()
-    assert "8 tokens of 2 texts learned" in printed.out and "(4 lines were skipped)" in printed.out
+    assert "8 tokens of 2 texts learned" in printed.out and "(skipped lines: 4)" in printed.out
     skipped = [line for line in printed.err.splitlines() if line.startswith("skipped: ")]
     for line, number, reason in zip(
         skipped,
