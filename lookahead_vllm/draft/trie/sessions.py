@@ -144,10 +144,8 @@ class Session:
         """Take back what is behind the first `num_common` tokens, and let the prompt follow; False
         if that would be more than MAX_REMOVED_TOKENS."""
         lost = self.lost_spellings(prompt, num_common)
-        num_removed = (
-            len(self.tokens) - num_common + sum(len(one.tokens) - one.left for one in lost)
-        )
-        if num_removed > MAX_REMOVED_TOKENS:
+        num_lost = sum(len(one.tokens) - one.left for one in lost)
+        if len(self.tokens) - num_common + num_lost > MAX_REMOVED_TOKENS:
             return False
         for one in reversed(lost):
             self.spellings.remove(one)
