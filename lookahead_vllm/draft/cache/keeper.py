@@ -98,7 +98,7 @@ class CacheKeeper:
         self._saved_state, self._last_error = state, ""
         seconds = time.perf_counter() - start
         logger.info(
-            "Lookahead's cache was saved as %s: %d MB in %.1f s.", self.path, size >> 20, seconds
+            "Lookahead's cache was saved as %s: %d MB in %.1f s.", self.path, size // 10**6, seconds
         )
         return True
 
