@@ -133,7 +133,9 @@ def _offer_flags(parser: Any, engine_args: type) -> None:
                 from lookahead_vllm.engine import compatibility
 
                 compatibility.check()
-        return parse(args, *others, **kwargs)
+        parsed = parse(args, *others, **kwargs)
+        _refuse_wrong_options(parser, parsed[0])
+        return parsed
 
     @functools.wraps(format_original)
     def format_help() -> Any:
@@ -154,6 +156,22 @@ def _add_flags(parser: argparse.ArgumentParser) -> set[str]:
         for name, flag in free.items():
             group.add_argument(name, **flag)
     return set(free)
+
+
+def _refuse_wrong_options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """End as for any wrong flag: by itself, `create_engine_config` would print a traceback."""
+    from lookahead_vllm.engine import engine_args
+
+    if not engine_args.requests_lookahead(given):
+        return
+    from lookahead_vllm.engine import compatibility
+    from lookahead_vllm.options.allowed import OptionError
+
+    try:
+        compatibility.check()
+        engine_args.requested_options(given)  # type: ignore[arg-type]
+    except (compatibility.SeamError, OptionError) as error:
+        parser.error(str(error))
 
 
 def _offer_method(parser: argparse.ArgumentParser) -> None:

@@ -171,6 +171,30 @@ def test_vllms_own_flag_refuses_others(given, says, capsys):
     assert says in capsys.readouterr().err
 
 
+WRONG = {
+    "did you mean 'max_nodes'?": ["--speculative-config", '{"method": "lookahead", "max_node": 9}'],
+    "it must be": ["--spec-method=lookahead", "--num-speculative-tokens=0"],
+    "write it once": [
+        *("--speculative-model=[lookahead]", "--num-speculative-tokens=6"),
+        "--speculative-config.num_speculative_tokens=6",
+    ],
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_a_wrong_option_is_refused_as_any_wrong_flag_is(says, capsys):
+    """By one sentence at the end, not by a traceback."""
+    with pytest.raises(SystemExit):
+        real_parser().parse_args(WRONG[says])
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_another_release_is_refused_as_any_wrong_flag_is(other_release, capsys):
+    with pytest.raises(SystemExit):
+        real_parser().parse_args(["--spec-method=lookahead"])
+    assert "this lookahead-vllm works with vLLM" in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", RELEASES)
 def test_lookahead_under_another_release_is_refused_with_one_sentence(
     name, registered, other_release
