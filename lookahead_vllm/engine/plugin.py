@@ -169,7 +169,7 @@ def _refuse_wrong_options(parser: argparse.ArgumentParser, given: argparse.Names
 
     try:
         compatibility.check()
-        engine_args.requested_options(given)  # type: ignore[arg-type]
+        engine_args.requested_options(given)
     except (compatibility.SeamError, OptionError) as error:
         parser.error(str(error))
 
