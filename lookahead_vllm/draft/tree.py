@@ -25,7 +25,7 @@ class DraftTree:
     """A tree of draft tokens. Its root, the last committed token, is not stored.
 
     Parents precede their children, and likelier nodes come first. Every prefix of the arrays is a
-    valid tree too, so the scheduler may cut a draft anywhere.
+    valid tree too, so a draft may be cut anywhere.
     """
 
     tokens: Int32s

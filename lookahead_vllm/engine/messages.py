@@ -16,8 +16,7 @@ from lookahead_vllm.engine.step_report import StepReport
 
 
 class LateReport(NamedTuple):
-    """Attached to `ModelRunnerOutput` under late drafting: how many slots were filled, and whether
-    drafts pay."""
+    """Attached to `ModelRunnerOutput`: how many slots were filled, and whether drafts pay."""
 
     sizes: Mapping[str, int]
     """The number of nodes that were sent, by request id."""

@@ -177,7 +177,6 @@ class Exchange:
             self._news_position = news[0][0].decode() if news else NOTHING_READ
             self._due = dict.fromkeys(self._member.followed.copy())
         else:
-            self._due[NEWS] = None
             self._read(NEWS, position, news, ENTRIES_AT_A_TIME, None)
         self._read_due(clock[0] + clock[1] / 1e6)
         if self._complaint and not self._is_refused:
@@ -262,8 +261,8 @@ class Exchange:
         return known or NOTHING_READ
 
     def _read(self, name: str, position: str, answer: Any, count: int, now: float | None) -> None:
-        """Read the answer to XRANGE, with at most `count` entries, of a stream that is due."""
-        del self._due[name]
+        """Read the answer to XRANGE, with at most `count` entries, of a stream."""
+        self._due.pop(name, None)
         if isinstance(answer, Exception):
             self._refuse(answer)
             return

@@ -47,7 +47,7 @@ from lookahead_vllm.draft.trie.table import (
 from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.options.server import LookaheadOptions
 
-NUM_SAMPLES = 128
+NUM_SAMPLES = 256
 """The places in texts at which `held_share` looks for their n-grams, in less than 1 ms."""
 
 SUFFIXES = [*ORDERS, -NUM_SPARSE, PROMPT_END]
@@ -182,11 +182,6 @@ class NGramTrieProposer(Proposer):
         self.insertion.work()
 
     @property
-    def _bounds(self) -> tuple[int, int, float]:
-        """The fields of TreeLimits."""
-        return self._max_nodes, BRANCH_LENGTH, self._min_prob
-
-    @property
     def _cost(self) -> StepCost | None:
         """The cost of a step; None if nodes are sent whatever they cost."""
         return self.cost if self.options.budget == "auto" else None
@@ -271,8 +266,8 @@ class NGramTrieProposer(Proposer):
     @property
     def _tables(self) -> tuple[Any, ...]:
         """What growth reads, see `growers.help_grow`."""
-        texts = self._texts.arrays
-        return self.trie.arrays, self._lines, texts, self.rate.arrays, self._bounds
+        limits = self._max_nodes, BRANCH_LENGTH, self._min_prob  # the fields of TreeLimits
+        return self.trie.arrays, self._lines, self._texts.arrays, self.rate.arrays, limits
 
     def learn(self) -> None:
         """See Proposer. Also inserts texts for a share of the step."""

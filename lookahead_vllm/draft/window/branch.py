@@ -57,7 +57,7 @@ class LookaheadBranch:
         self.windows.start(request_id, known)
         self._sent = self.windows.request_rows.resized(self._sent)
         self._stale = self.windows.request_rows.resized(self._stale)
-        row = self.windows.request_rows.rows_of([request_id])
+        row = self.windows.request_rows.row_of(request_id)
         self._sent[row] = self._stale[row] = False
 
     def finish(self, request_id: str) -> None:

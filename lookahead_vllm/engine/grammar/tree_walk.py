@@ -27,8 +27,8 @@ EQUALLY_MANY_MASKS = vllm.__version_tuple__ >= (0, 33)
 
 
 def numbers_of_masks(most: int) -> list[int]:
-    """How many masks a request may have under late drafting, where all have equally many: powers of
-    two below `most`, and `most`. The workers have a kernel for each number."""
+    """How many masks a request may have where all have equally many: powers of two below `most`,
+    and `most`. The workers have a kernel for each number."""
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 

@@ -212,14 +212,8 @@ class LookaheadScheduler(AsyncScheduler):
         masks, self._masks = self._masks, {}
         if not scheduler_output.has_structured_output_requests:
             return None
-        return self._joined(scheduler_output, masks)
-
-    def _joined(
-        self, step: SchedulerOutput, masks: Mapping[str, NDArray[np.int32]]
-    ) -> GrammarOutput | None:
-        """The masks of a step, of which `masks` has those of requests with nodes."""
         found: dict[str, NDArray[np.int32]] = {}
-        for req_id in step.num_scheduled_tokens:
+        for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(req_id)
             # vLLM keeps a request that has ended while a connector sends its blocks.
             if request is None or request.is_finished():

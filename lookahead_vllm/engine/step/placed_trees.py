@@ -33,7 +33,7 @@ class PlacedTrees:
     contexts : int64 [t]
         Committed tokens before each root, which is the root's position.
     from_proposer : bool [t]
-        Whether the tree is the proposer's; False if a grammar or the scheduler changed it.
+        Whether the tree is the proposer's; False if a grammar changed it.
     """
 
     forest: DraftForest
