@@ -250,7 +250,7 @@ def test_the_messages_that_are_explained_exist():
     """In the tables of messages, `...` stands for a value; a few messages are vLLM's."""
     text = texts_of_sources() + (
         "unrecognized arguments: --speculative-model Input should be 'ngram'"
-        "is less than desired CPU memory utilization"
+        "is less than desired CPU memory utilization Not enough allowed NUMA nodes"
     )
     cells = re.findall(r"^\| (`.*`) \| ", (DOCS / "troubleshooting.md").read_text(), re.M)
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
