@@ -23,7 +23,7 @@ class Allotment(NamedTuple):
 def allot(forest: DraftForest, contexts: Int64s, cost: StepCost, load: Load) -> Allotment:
     """Allot with the prices of the forest's nodes."""
     prices = cost.prices(contexts, load, forest.num_nodes)
-    fields, rate, min_prob = budget.allot(forest.arrays, load.progress(len(forest)), prices[:])
+    fields, rate, min_prob = budget.allot(forest.arrays, load.plain_tokens(len(forest)), prices[:])
     return Allotment(DraftForest(*fields), rate, min_prob)
 
 

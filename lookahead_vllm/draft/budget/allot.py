@@ -26,7 +26,7 @@ def is_worth_waiting(cost: StepCost, speedup: float) -> bool:
 
 @kernel
 def allot(
-    forest: ForestArrays, progress: int, prices: StepPrices
+    forest: ForestArrays, plain_tokens: int, prices: StepPrices
 ) -> tuple[ForestFields, float, float]:
     """Choose the nodes with which the step emits the most tokens per unit of time.
 
@@ -38,8 +38,8 @@ def allot(
     ----------
     forest : ForestArrays
         Trees whose `probs` never rise from one node to the next.
-    progress : int
-        `Load.progress`.
+    plain_tokens : int
+        `Load.plain_tokens`.
     prices : StepPrices
         For at least the forest's nodes; with NO_PRICES, all of them are sent.
 
@@ -56,7 +56,7 @@ def allot(
         return (*fields, forest.firsts), 0.0, 0.0
     branching = find_branching(forest.parents, forest.firsts)
     sizes, chained, rate, min_prob = _allot(
-        forest.probs, forest.parents, forest.firsts, branching, progress, prices
+        forest.probs, forest.parents, forest.firsts, branching, plain_tokens, prices
     )
     trees = np.arange(len(sizes))
     kept, parents, firsts = take_nodes(forest.parents, forest.firsts, trees, sizes, chained)
@@ -80,7 +80,7 @@ def _allot(
     parents: Int32s,
     firsts: Int64s,
     branching: NDArray[np.bool_],
-    progress: int,
+    plain_tokens: int,
     prices: StepPrices,
 ) -> tuple[Int64s, NDArray[np.bool_], float, float]:
     """The nodes taken from the front of each tree, int64 [t]; whether only the best chain among
@@ -96,7 +96,7 @@ def _allot(
         costs[own] = extra[own]
         if branching[i]:
             costs[firsts[i]] += root[i]
-    order, best, rate = _best_nodes(probs, extra, costs, progress, base, forward)
+    order, best, rate = _best_nodes(probs, extra, costs, plain_tokens, base, forward)
     sizes = np.zeros(len(firsts) - 1, np.int64)
     for k in range(best):
         sizes[owners[order[k]]] += 1
@@ -116,7 +116,7 @@ def _best_nodes(
     probs: NDArray[np.float32],
     extra: NDArray[np.float64],
     costs: NDArray[np.float64],
-    progress: int,
+    plain_tokens: int,
     base: float,
     forward: NDArray[np.float64],
 ) -> tuple[Int64s, int, float]:
@@ -124,7 +124,7 @@ def _best_nodes(
     by Dinkelbach's method: the gain of a node depends on the rate, which rises until it is the
     best."""
     num_nodes = len(probs)
-    rate = progress / base
+    rate = plain_tokens / base
     best = 0
     gains = np.empty(num_nodes)
     order = np.arange(num_nodes)
@@ -136,9 +136,9 @@ def _best_nodes(
             _sort_again(order, gains)
         else:
             order = np.argsort(-gains, kind="mergesort")
-        emitted, time = float(progress), base
-        best, best_value = 0, progress - rate * base
-        best_rate = progress / base
+        emitted, time = float(plain_tokens), base
+        best, best_value = 0, plain_tokens - rate * base
+        best_rate = plain_tokens / base
         for k in range(num_nodes):
             emitted += probs[order[k]]
             time += costs[order[k]]

@@ -118,7 +118,7 @@ class Load(NamedTuple):
     waits: bool = False
     """Whether the step waits for its drafts, even if it gets none: they are grown late."""
 
-    def progress(self, decodes: int) -> int:
+    def plain_tokens(self, decodes: int) -> int:
         """What the step is worth without nodes, in tokens, if `decodes` requests decode."""
         return decodes + PROMPT_WEIGHT * self.prompts
 

@@ -171,7 +171,7 @@ def begin_step(
 
 @kernel
 def begin_and_grow(
-    live: ProgressArrays,
+    progress: ProgressArrays,
     emitted: EmittedTokens,
     spans: Int64s,
     wanted: WantedDrafts,
@@ -182,13 +182,15 @@ def begin_and_grow(
     learned: RateArrays,
     limits: TreeLimits,
     shared: SharedTrees,
-    progress: int,
+    plain_tokens: int,
     prices: StepPrices,
 ) -> tuple[Grown, tuple[Hashes, Int32s, Int32s], NewTokenFields, Int64s]:
     """`begin_step`, `grow_all` and `allot` in one call."""
-    trees, before, new, num_tokens = begin_step(live, emitted, spans, wanted, max_model_len, texts)
+    trees, before, new, num_tokens = begin_step(
+        progress, emitted, spans, wanted, max_model_len, texts
+    )
     forest = grow_all(trees, trie, lines, texts, learned, limits, shared)
-    return allot(forest, progress, prices), before, new, num_tokens
+    return allot(forest, plain_tokens, prices), before, new, num_tokens
 
 
 @kernel

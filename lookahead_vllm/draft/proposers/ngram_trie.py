@@ -86,8 +86,8 @@ class Fleet(Protocol):
 class _Plan(NamedTuple):
     """A step before its tokens are known."""
 
-    progress: int
-    """What it is worth without nodes, see `Load.progress`."""
+    plain_tokens: int
+    """What it is worth without nodes, see `Load.plain_tokens`."""
     prices: StepPrices = NO_PRICES
 
 
@@ -202,10 +202,10 @@ class NGramTrieProposer(Proposer):
         most = int(np.minimum(wanted.max_nodes, self._max_nodes).sum())
         self._growers.make_room(len(wanted.rows), most)
         cost = self._cost
-        self._plan = _Plan(load.progress(len(contexts)))
+        self._plan = _Plan(load.plain_tokens(len(contexts)))
         if cost is not None and most:
             prices = cost.prices(contexts, load, most)
-            self._plan = _Plan(self._plan.progress, prices)
+            self._plan = _Plan(self._plan.plain_tokens, prices)
             self.step_seconds = prices.base, prices.waiting
 
     def draft(
@@ -235,12 +235,12 @@ class NGramTrieProposer(Proposer):
     @property
     def _growing(self) -> tuple[Any, ...]:
         """The last arguments of `begin_and_grow`."""
-        progress, prices = self._plan
-        return *self._tables, self._growers.shared, progress, prices[:]
+        plain_tokens, prices = self._plan
+        return *self._tables, self._growers.shared, plain_tokens, prices[:]
 
     def _judge_step(self, rate: float, min_prob: float) -> None:
         """Judge the trees of this step by the results of `allot`."""
-        progress, prices = self._plan
+        plain_tokens, prices = self._plan
         if self.cost is None or prices is NO_PRICES:
             return
         if rate == 0.0:  # no node reached the probability, so the next trees have less likely nodes
@@ -248,7 +248,7 @@ class NGramTrieProposer(Proposer):
             return
         # Nodes far below the probability that pays are not grown in the next step.
         self._min_prob = min_prob / 2
-        speedup = rate * (prices.base - prices.waiting) / progress
+        speedup = rate * (prices.base - prices.waiting) / plain_tokens
         self.pays = self.pays and is_worth_waiting(self.cost, speedup)
 
     def work_for(self, seconds: float) -> None:

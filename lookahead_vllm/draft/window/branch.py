@@ -117,7 +117,7 @@ class LookaheadBranch:
         prices = cost.prices(contexts, load, num_nodes)
         attention = (prices.tree * nodes + prices.root * (nodes > 0)).sum()
         time = prices.forward[num_nodes] + float(attention)
-        rate = load.progress(len(contexts)) / prices.base
+        rate = load.plain_tokens(len(contexts)) / prices.base
         return self.worth * int((rows >= 0).sum()) > rate * time
 
     def join(
