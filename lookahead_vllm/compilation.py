@@ -87,6 +87,7 @@ def compile_verification() -> None:
 
     forest, zeros = DraftForest.of([DraftTree.from_lists([0, 1], [-1, -1])]), np.zeros(1, np.int64)
     forest.take(zeros, np.ones(1, np.int64))
+    forest.padded(np.full(1, 3))
     TreeBatch.build(forest, zeros, zeros, zeros)
     assert forest.branching[0] and len(forest.owners) == 2
     StepWork.of_decodes(forest, zeros, zeros)

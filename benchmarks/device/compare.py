@@ -66,6 +66,7 @@ class Simulation:
             waits=method.waits,
             drafter=method.drafter,
             prefix_caching=options.prefix_caching,
+            prompts_every=options.prompts_every,
             graphs=options.graphs,
             growers=options.growers,
             trace=options.trace and str(options.trace.absolute()),

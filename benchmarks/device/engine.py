@@ -67,6 +67,8 @@ class Job:
     drafter: bool
     """Whether a trained drafter's chain is in the trees."""
     prefix_caching: bool
+    prompts_every: int
+    """In every so many steps, a new request takes the place of the oldest one; 0 for never."""
     graphs: bool
     """Whether lookahead's steps run in graphs; see `graphs.py`."""
     growers: int
@@ -209,17 +211,30 @@ def measure(job: Job) -> Callable[[], Measurement]:
         params = SamplingParams(
             temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False
         )
-        for i, prompt in enumerate(text.prompts(job.batch_size, PROMPT_TOKENS)):
+        num_new = (WARM_UP + job.steps) // job.prompts_every + 2 if job.prompts_every else 0
+        prompts = iter(enumerate(text.prompts(job.batch_size + num_new, PROMPT_TOKENS)))
+
+        def start_request() -> int:
+            i, prompt = next(prompts)
             engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt), params)
+            return i
+
+        def run_step(number: int) -> None:
+            if job.prompts_every and number % job.prompts_every == 0:
+                engine.abort_request([str(start_request() - job.batch_size)])
+            steps.run()
+
+        for _ in range(job.batch_size):
+            start_request()
         steps = Steps(core)
         while len(steps.started) < job.batch_size:
             steps.run()
-        for _ in range(WARM_UP):
-            steps.run()
+        for number in range(WARM_UP):
+            run_step(number)
         first, before, begin = len(of_model(device)), steps.num_tokens, time.thread_time()
         work.stand_ins = work.polled = 0.0
-        for _ in range(job.steps):
-            steps.run()
+        for number in range(job.steps):
+            run_step(number)
         seconds = time.thread_time() - begin, work.polled, work.stand_ins
         emitted, launches = steps.num_tokens - before, of_model(device)[first - 1 :]
         work.launches = work.operators = 0

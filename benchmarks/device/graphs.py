@@ -34,6 +34,7 @@ def install(work: HostWork) -> None:
 
     class DeviceGraphRunner(GraphRunner, CPUModelRunner):
         attention = CPUTreeAttention()
+        sizes_steps = True
 
         def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
             config = self.compilation_config

@@ -144,6 +144,13 @@ def parser() -> argparse.ArgumentParser:
         help="with vLLM's prefix caching, which hashes each full block",
     )
     add(
+        "--prompts-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="in every N-th step a request is aborted, and a new one begins (default: 0, never)",
+    )
+    add(
         "--graphs",
         action="store_true",
         help="lookahead launches its model, and what follows it, as graphs, as it does on a GPU",

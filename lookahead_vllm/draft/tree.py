@@ -223,6 +223,13 @@ class DraftForest(Sequence[DraftTree]):
             nodes, np.where(parents < 0, -1, places_of_parents).astype(np.int32), firsts
         )
 
+    def padded(self, sizes: Int64s) -> DraftForest:
+        """Trees of these sizes, int64 [t], none smaller than now. The nodes that are missing have
+        token 0 and probability 0, each the child of the last one."""
+        if np.array_equal(sizes, self.sizes):
+            return self
+        return DraftForest(*_padded(self.arrays, sizes))
+
     def with_empty(self, count: int) -> DraftForest:
         """Append `count` empty trees."""
         return replace(self, firsts=np.append(self.firsts, np.full(count, self.num_nodes)))
@@ -239,6 +246,34 @@ def first_nodes(forest: ForestArrays, size: int) -> ForestFields:
         forest.sources[:size].copy(),
         forest.firsts,
     )
+
+
+@kernel
+def _padded(forest: ForestFields, sizes: Int64s) -> ForestFields:
+    forest = ForestArrays(*forest)
+    n = sizes.sum()
+    tokens, parents, depths = (
+        np.zeros(n, np.int32),
+        np.zeros(n, np.int32),
+        np.zeros(n, np.int32),
+    )
+    probs, sources = np.zeros(n, np.float32), np.zeros(n, np.uint8)
+    firsts = np.zeros(len(sizes) + 1, np.int64)
+    for tree in range(len(sizes)):
+        first = firsts[tree]
+        firsts[tree + 1] = first + sizes[tree]
+        size = forest.firsts[tree + 1] - forest.firsts[tree]
+        for place in range(sizes[tree]):
+            at = first + place
+            if place < size:
+                node = forest.firsts[tree] + place
+                tokens[at], parents[at] = forest.tokens[node], forest.parents[node]
+                depths[at] = forest.depths[node]
+                probs[at], sources[at] = forest.probs[node], forest.sources[node]
+            else:
+                parents[at] = place - 1
+                depths[at] = 1 + (depths[at - 1] if place else 0)
+    return tokens, parents, probs, depths, sources, firsts
 
 
 @kernel

@@ -31,7 +31,13 @@ from tests.fuzz.last_bits import Element, perturbed_logits, rounded_otherwise
 from tests.fuzz.processes import counters_of, engine_elsewhere
 from tests.fuzz.replies import Difference, Reply, agreement, differences
 from tests.fuzz.round import TWO_STAGES, Request, Round
-from tests.fuzz.spies import Branching, branching_requests, chains_alone, recorded_drafts
+from tests.fuzz.spies import (
+    Branching,
+    branching_requests,
+    chains_alone,
+    recorded_drafts,
+    sized_steps,
+)
 from tests.support import drafters, proposers
 from tests.support.counted_twice import counted_twice
 from tests.support.drafters import save_drafter
@@ -444,9 +450,10 @@ class Rounds:
                 stress["distributed_executor_backend"] = "mp"
             if round_.processes == TWO_STAGES:
                 stress["pipeline_parallel_size"] = 2
-        is_silent = lookahead is not None and "chains alone" in round_.features
+        features = set() if lookahead is None else round_.features
         with (
-            chains_alone() if is_silent else nullcontext(),
+            chains_alone() if "chains alone" in features else nullcontext(),
+            sized_steps() if "sized steps" in features else nullcontext(),
             start(model, lookahead, **{**settings, **stress}) as llm,
         ):
             yield llm

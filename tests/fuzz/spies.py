@@ -34,7 +34,7 @@ def _steps(on_step: OnStep) -> Iterator[None]:
 
     def laid_out(self: Any, step: Any) -> None:
         lay_out(self, step)
-        on_step(step.trees, step.batch.req_ids)
+        on_step(step.whole_trees, step.batch.req_ids)  # without padding
 
     with mock.patch.object(LookaheadRunner, "_lay_out", laid_out):
         yield
@@ -110,6 +110,11 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
         _replaced((LateDrafts, "_end", ended), (LateDrafts, "start", started)),
     ):
         yield
+
+
+def sized_steps() -> Any:
+    """Steps with prompts are prepared before their drafts are known, as on a GPU."""
+    return _replaced((LookaheadRunner, "sizes_steps", True))
 
 
 @contextmanager

@@ -180,7 +180,7 @@ class LateDrafts:
         self._steps_without_slots = 0
         plan = step.plan  # that of the step before, if it had the same batch
         if plan is None or self._drafter.reads_reasoning:
-            scheduled, order = step.scheduled, step.prepared and step.prepared.req_ids
+            scheduled, order = step.offered, step.prepared and step.prepared.req_ids
             slots = scheduled.scheduled_spec_decode_tokens
             num_slots = {req_id: len(own) for req_id, own in slots.items()}
             plan = self._plan(scheduled.num_scheduled_tokens, num_slots, chains_only, order)

@@ -190,6 +190,11 @@ class GraphRunner(LookaheadRunner):
         is_eager = manager.cudagraph_mode.mixed_mode() == CUDAGraphMode.NONE
         return super().most_early_nodes(num_reqs, slots) if is_eager else 0
 
+    def may_size(self, scheduled: SchedulerOutput) -> bool:
+        manager = self.cudagraph_manager
+        is_full = manager and manager.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
+        return not is_full and super().may_size(scheduled)
+
     def places_roots(self, num_reqs: int) -> bool:
         manager = self.cudagraph_manager
         graph = manager and manager.plain(num_reqs)

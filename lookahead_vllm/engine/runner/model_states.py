@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from lookahead_vllm.engine.attention.attended_trees import AttendedTrees
 from lookahead_vllm.engine.recurrent import states as recurrent
-from lookahead_vllm.engine.step.step import State, ThisStep
+from lookahead_vllm.engine.step.step import ThisStep
 from lookahead_vllm.verify.transfer import to_device
 
 Prepare = Callable[..., dict[str, Any]]
@@ -63,6 +63,6 @@ def _with_parents(
 def _unless_late(
     this_step: ThisStep, prepare: Prepare, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    if this_step().state is State.PREPARED:
+    if this_step().awaits_drafts:
         return {}
     return prepare(*args, **kwargs)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ from lookahead_vllm.engine.step.sampler import NodeSampler, RootSampler
 from lookahead_vllm.engine.step.slots import filled, write_lengths, write_tokens
 from lookahead_vllm.engine.step.step import State, Step
 from lookahead_vllm.verify.choices import Choices, pack_choices
-from lookahead_vllm.verify.layout.node_layout import NodeLayout
+from lookahead_vllm.verify.layout.node_layout import NodeLayout, rows_of_nodes
 from lookahead_vllm.verify.transfer import to_device
 from lookahead_vllm.verify.walk import Walk
 
@@ -83,6 +84,8 @@ class LookaheadRunner(DummyRuns):
 
     attention: TreeAttention
     """Tree attention on this device."""
+    sizes_steps = False
+    """Whether preparing a step takes time in which the device could compute the one before."""
     _branching = NOTHING_BRANCHES
     execute_model_state: Any
 
@@ -111,6 +114,9 @@ class LookaheadRunner(DummyRuns):
         """When the last step was launched."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
+        budget = self.drafter.options.budget
+        self._nodes_each: int = 1 if isinstance(budget, str) else budget
+        """How many nodes each request has in the next step that is SIZED."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with (
@@ -127,7 +133,10 @@ class LookaheadRunner(DummyRuns):
             model_states.add_parents(state, self.attended, with_chains)
         elif self.trained is None:
             model_states.wait_for_drafts(state, self._this_step)
-        if self.compilation_config.mode == CompilationMode.NONE:
+        is_eager = self.compilation_config.mode == CompilationMode.NONE
+        if self.sizes_steps and not is_eager:  # else its forward is compiled, with what wraps it
+            self.sizes_steps = type(self.model).__call__ is torch.nn.Module.__call__
+        if is_eager or self.sizes_steps:
             self.model.forward = partial(self._forward, self.model.forward)
 
     def _this_step(self) -> Step:
@@ -236,8 +245,24 @@ class LookaheadRunner(DummyRuns):
             if most or (not slots and self.places_roots(num_reqs)):
                 step.prepare_early(most)
                 return step
+        if step.has_slots and self.may_size(scheduled):
+            step.size(self._nodes_each)
+            return step
         step.shaped = self._fill_slots(step)
         return step
+
+    def may_size(self, scheduled: SchedulerOutput) -> bool:
+        """Whether vLLM may prepare a step that reads a prompt before its drafts are known."""
+        return (
+            self.sizes_steps
+            and self._shape.is_possible
+            and self.trained is None
+            # Others may read the host's lengths, which are too large until the tokens have come.
+            and self.drafter.may_branch
+            and not self.model_config.use_mla
+            and not scheduled.has_structured_output_requests
+            and self._shape.reads_prompts(scheduled)
+        )
 
     def most_early_nodes(self, num_reqs: int, slots: int) -> int:
         """How many nodes a step that only decodes may get after vLLM has prepared it.
@@ -353,7 +378,7 @@ class LookaheadRunner(DummyRuns):
         elif step.has_new_blocks:  # the slots follow when the rows are placed
             with patches.swapped(self.block_tables, "compute_slot_mappings", _no_slots):
                 step.tables, _ = super().prepare_attn(input_batch)
-        if step.is_prepared_early:
+        if step.awaits_drafts or step.is_prepared_early:
             self._attend(NO_DRAFTS)
         else:
             if step.whole.forest.num_nodes:
@@ -385,6 +410,9 @@ class LookaheadRunner(DummyRuns):
             starts = batch.cu_num_logits_np
             step.layout = NodeLayout.build(trees.forest, trees.rows, starts, self.device)
         step.trees = step.whole_trees = trees
+        if step.state is State.SIZED:
+            whole = step.whole
+            step.whole_trees = whole.placed(whole.rows_in(batch.req_ids), batch.query_start_loc_np)
         step.move = partial(self._move, step) if trees.branches else None
 
     def _move(self, step: Step, path: Walk, requests: slice, starts: torch.Tensor) -> None:
@@ -415,7 +443,34 @@ class LookaheadRunner(DummyRuns):
             context.is_padding = shape.is_padding()
             context.attn_metadata = LateMetadata(partial(self._build_metadata, step))
             step.elapsed = self._tick()
+        elif step.awaits_drafts:
+            self._draft_sized(step)
+            context = get_forward_context()
+            context.attn_metadata = LateMetadata(partial(self._build_sized_metadata, step))
+            step.elapsed = self._tick()
         return forward(*args, **inputs)
+
+    def _draft_sized(self, step: Step) -> None:
+        """Draft, and write the nodes to the rows that vLLM has prepared for them."""
+        whole, slots = self._grow(step), step.shaped.scheduled_spec_decode_tokens
+        step.whole, step.drafts = whole, whole.padded(slots)
+        batch, forest = step.batch, step.drafts.forest
+        roots = batch.query_start_loc_np[step.drafts.rows_in(batch.req_ids)]
+        nodes = to_device(rows_of_nodes(forest.arrays, roots), self.device)
+        rows, tokens, shifts = nodes.unbind()
+        batch.input_ids[rows] = tokens.to(batch.input_ids.dtype)
+        if forest.branching.any():
+            batch.positions[rows] += shifts
+        if self.drafter.options.budget == "auto":
+            most, used = max(map(len, slots.values())), whole.forest.num_nodes / len(slots)
+            # Some trees are larger than the mean one.
+            self._nodes_each = max(1, 2 * most if 1.5 * used >= most else ceil(1.5 * used))
+
+    def _build_sized_metadata(self, step: Step) -> dict[str, Any]:
+        """Attention's metadata of such a step."""
+        self._settle(step)
+        self._attend(step.trees)
+        return self._metadata_of(step, CUDAGraphMode.NONE)
 
     def _build_metadata(self, step: Step) -> dict[str, Any]:
         """Attention's metadata of a step outside of graphs."""
@@ -443,6 +498,10 @@ class LookaheadRunner(DummyRuns):
     def _settle(self, step: Step) -> None:
         """Once the rows of such a step are placed: its batch with exact shapes."""
         if step.state is State.EXACT:
+            return
+        if step.state is State.SIZED:  # it has them
+            if step.layout is None:
+                self._lay_out(step)
             return
         assert step.state is State.DRAFTED, "vLLM has run the model in another way"
         self._shape.settle(step)
@@ -475,15 +534,17 @@ class LookaheadRunner(DummyRuns):
         step = self.step
         starts = self._shape.split.starts if step.is_prepared_early else batch.cu_num_logits_np
         choices = Choices.on_host(packed, wait=False)
-        have_nodes = len(step.trees.rows) == len(batch.req_ids)
-        bare = () if have_nodes else self._late.drafted_for
-        step.verified = step.trees.verified(choices, starts, batch.req_ids, bare)
+        trees = step.whole_trees
+        bare = () if len(trees.rows) == len(batch.req_ids) else self._late.drafted_for
+        step.verified = trees.verified(choices, starts, batch.req_ids, bare)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         step = self.step
         if step.is_prepared_early and not step.has_tail and self.execute_model_state is not None:
             self._settle(step)
             self.execute_model_state = self.execute_model_state._replace(input_batch=step.batch)
+        elif step.state is State.SIZED:
+            self._settle(step)
         # Without steps, vLLM does not overwrite its drafts by -1, which later graphs would embed as
         # padding. Stages of a pipeline send each other drafts, and run no such graphs.
         steps = self.num_speculative_steps if self.use_pp else 0

@@ -52,7 +52,7 @@ class WarmUpDrafts:
 
     def grow(self, step: Step, chains_only: Collection[str] = ()) -> Drafts:
         """A draft for each request with slots; the first two nodes are children of the root."""
-        scheduled, most = step.scheduled, step.most_nodes
+        scheduled, most = step.offered, step.most_nodes
         slots = scheduled.scheduled_spec_decode_tokens
         cached = scheduled.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

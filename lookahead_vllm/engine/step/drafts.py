@@ -1,6 +1,8 @@
 """The drafts of a step, before they have a place in its batch."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +58,17 @@ class Drafts(NamedTuple):
         fields = np.concatenate((forest.firsts, self.num_tokens, changed, *nodes)).astype(np.int32)
         flags = self.pays, self.whole_chain, self.waited
         return _received, (list(self.req_ids), fields.tobytes(), *flags)
+
+    def padded(self, slots: Mapping[str, Sequence[int]]) -> Drafts:
+        """A tree with as many nodes as it has slots for each request; see `DraftForest.padded`."""
+        req_ids, forest, num_tokens = self.req_ids, self.forest, self.num_tokens
+        if missing := [*(slots.keys() - req_ids)]:  # as in vLLM's warm-up
+            req_ids, forest = [*req_ids, *missing], forest.with_empty(len(missing))
+            num_tokens = np.append(num_tokens, np.zeros(len(missing), np.int64))
+        sizes = np.array([len(slots.get(req_id, ())) for req_id in req_ids], np.int64)
+        return self._replace(
+            req_ids=req_ids, forest=forest.padded(sizes), num_tokens=num_tokens, from_proposer=None
+        )
 
     def in_batch(self, req_ids: Sequence[str], num_tokens: Int32s) -> PlacedTrees:
         """The trees with nodes in the order of the batch, whose requests have `num_tokens` int32

@@ -133,10 +133,14 @@ class LateShape:
             or scheduled.has_structured_output_requests
         ):
             return False
+        return not self.reads_prompts(scheduled)
+
+    def reads_prompts(self, scheduled: SchedulerOutput) -> bool:
+        """Whether a request of the step does not decode yet."""
         states = self._states
         entries = [states.req_id_to_index[i] for i in scheduled.num_scheduled_tokens]
         read = states.num_computed_prefill_tokens[entries]
-        return bool((read >= states.prefill_len.np[entries]).all())
+        return bool((read < states.prefill_len.np[entries]).any())
 
     # ---- at the model call -----------------------------------------------------------------------
 

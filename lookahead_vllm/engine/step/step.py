@@ -37,6 +37,9 @@ class State(Enum):
 
     WAITS = auto()
     """Its drafts, if it may have any, come before vLLM prepares it."""
+    SIZED = auto()
+    """vLLM prepares it for a given number of nodes of each request. Its drafts come at the model
+    call, and padding takes the place of those that are missing."""
     PREPARED = auto()
     """vLLM prepares it for all its slots. Its drafts come at the model call."""
     DRAFTED = auto()
@@ -161,8 +164,31 @@ class Step:
 
     @property
     def is_prepared_early(self) -> bool:
-        """Whether vLLM has prepared it, or will, before its drafts are known."""
-        return self.state is not State.WAITS
+        """Whether vLLM has prepared it, or will, before it is known how many rows a request has."""
+        return self.state not in (State.WAITS, State.SIZED)
+
+    @property
+    def awaits_drafts(self) -> bool:
+        """Whether its drafts come at the model call, and are not there yet."""
+        return self.state is State.PREPARED or (
+            self.state is State.SIZED and self.drafts is NO_TREES
+        )
+
+    @property
+    def offered(self) -> SchedulerOutput:
+        """The scheduler's output with the slots that trees may take; in a step that is prepared
+        early, those of other requests, too."""
+        return self.scheduled if self.is_prepared_early else self.shaped
+
+    def size(self, each: int) -> None:
+        """vLLM may prepare the step before its drafts are known, for `each` nodes of every request,
+        or as many as it has slots."""
+        slots = self.scheduled.scheduled_spec_decode_tokens
+        sized = {req_id: own[:each] for req_id, own in slots.items()}
+        counts = self.scheduled.num_scheduled_tokens | {
+            req_id: 1 + len(own) for req_id, own in sized.items()
+        }
+        self.state, self.shaped = State.SIZED, _with_slots(self.scheduled, counts, sized)
 
     def prepare_early(self, most_nodes: int) -> None:
         """vLLM may prepare the step before its drafts are known, for at most so many nodes.
@@ -264,6 +290,12 @@ def _cut(scheduled: SchedulerOutput, most: int) -> SchedulerOutput:
             slots[req_id] = own[:most]
             counts[req_id] += len(slots[req_id])
             most -= len(slots[req_id])
+    return _with_slots(scheduled, counts, slots)
+
+
+def _with_slots(
+    scheduled: SchedulerOutput, counts: dict[str, int], slots: dict[str, list[int]]
+) -> SchedulerOutput:
     return replace(
         scheduled,
         num_scheduled_tokens=counts,

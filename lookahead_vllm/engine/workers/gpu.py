@@ -24,6 +24,7 @@ class LookaheadGPUModelRunner(GraphRunner, model_runner.GPUModelRunner):
     """vLLM's CUDA runner with lookahead."""
 
     attention = GPUTreeAttention()
+    sizes_steps = True
 
     def compile_kernels(self) -> None:
         """Compile every kernel that a step with drafts launches."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
-from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.tree import DraftForest, ForestArrays, ForestFields
 from lookahead_vllm.verify.transfer import to_device
 
 
@@ -75,7 +75,25 @@ def _lay_out(
     return packed
 
 
+@kernel
+def rows_of_nodes(forest: ForestFields, roots: Int32s) -> Int64s:
+    """The rows of n nodes that follow their `roots`, int32 [t], without a gap.
+
+    Returns int64 [3, n]: the row and the token of each node, and its `NodeLayout.shifts`.
+    """
+    forest = ForestArrays(*forest)
+    nodes = np.empty((3, len(forest.tokens)), np.int64)
+    for tree, root in enumerate(roots):
+        first = forest.firsts[tree]
+        for place in range(forest.firsts[tree + 1] - first):
+            node = first + place
+            nodes[0, node], nodes[1, node] = root + 1 + place, forest.tokens[node]
+            nodes[2, node] = forest.depths[node] - 1 - place
+    return nodes
+
+
 def compile_layout() -> None:
-    """Compile the kernel, so that no request waits for the compiler."""
+    """Compile the kernels, so that no request waits for the compiler."""
     forest = DraftForest.of([])
     NodeLayout.build(forest, np.empty(0, np.int64), np.zeros(1, np.int32), torch.device("cpu"))
+    rows_of_nodes(forest.arrays, np.empty(0, np.int32))

@@ -383,6 +383,17 @@ def test_a_graph_copies_the_trees_of_steps_that_are_prepared_early(make, is_earl
         assert bool((graph.trees._packed == 7).all()) != is_early
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_with_a_prompt_is_prepared_early_unless_it_runs_in_a_graph(make, mode):
+    config = SimpleNamespace(use_mla=False, is_hybrid=False)
+    made = make(sizes_steps=True, model_config=config)
+    made.cudagraph_manager.cudagraph_mode = mode
+    made._shape.is_possible, made._shape.reads_prompts = True, lambda scheduled: True
+    assert made.may_size(SchedulerOutput.make_empty()) is (mode != FULL)
+    made.model_config.use_mla = True
+    assert not made.may_size(SchedulerOutput.make_empty())
+
+
 def test_engines_that_share_graphs_for_any_batch_verify_chains(make):
     made = make(mode=FULL, dp_size=2)
     assert (

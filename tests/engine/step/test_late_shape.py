@@ -13,7 +13,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
 from lookahead_vllm.engine.runner import draft_graphs
+from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from lookahead_vllm.engine.step.late_shape import LateMetadata
+from lookahead_vllm.engine.step.step import State
 from tests.support import graph_engine
 from tests.support.driving import (
     drafter_of,
@@ -200,6 +202,33 @@ def test_a_step_of_the_same_batch_is_not_prepared_again(mode, llama):
         launched = launched_steps(llm)
         assert generate(llm, PROMPTS, LONG) == plain
         assert sum(step.repeats for step in launched) > 0.6 * len(launched)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("eager", dict(proposer="hidden_path", budget=8)),
+        ("eager", dict(proposer="hybrid", budget=6)),
+        ("graphs", dict(proposer="hidden_path", budget="auto", num_speculative_tokens=24)),
+        ("graphs", dict(proposer="ngram_trie", budget=8)),
+    ],
+)
+def test_steps_with_prompts_are_prepared_for_a_number_of_nodes(
+    mode, options, llama, plain, monkeypatch
+):
+    record(PROMPTS, plain[2])
+    monkeypatch.setattr(LookaheadRunner, "sizes_steps", True)
+    with lookahead(mode, llama, options, long_prefill_token_threshold=16) as llm:
+        launched = launched_steps(llm)
+        for every in (2, 1, 3, 5):
+            assert generate_staggered(llm, PROMPTS, PARAMS, every=every) == plain[2]
+        sized = [step for step in launched if step.state is State.SIZED]
+        sizes = [(s.trees.forest.num_nodes, s.whole_trees.forest.num_nodes) for s in sized]
+        assert len(sized) > 20 and not any(step.graph for step in sized)
+        assert sum(rows > nodes for rows, nodes in sizes) > 5
+        assert sum(nodes for _, nodes in sizes) > 100
+        if options["proposer"] == "hidden_path":
+            assert sum(step.trees.branches for step in sized) > 10
 
 
 def test_steps_may_be_synchronous(llama, plain, monkeypatch):

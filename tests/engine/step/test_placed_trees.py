@@ -8,6 +8,7 @@ from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.step.drafts import Drafts
 from lookahead_vllm.engine.step.placed_trees import NO_DRAFTS, PlacedTrees
 from lookahead_vllm.verify.choices import Choices, pack_choices
+from lookahead_vllm.verify.layout.node_layout import rows_of_nodes
 
 CHAIN = DraftTree.chain([5, 6])
 TREE = DraftTree.from_lists([7, 8, 9], [-1, 0, -1])
@@ -51,3 +52,20 @@ def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted():
     step.mark_accepted(verified, np.array([[0, 1], [0, 1]], np.int32))
     assert verified.accepted.tolist() == [True, True, False]
     assert NO_DRAFTS.verified(choices, np.arange(4), ["x", "y", "z"]) is None
+
+
+def test_padding_takes_the_place_of_missing_nodes():
+    forest = DraftForest.of([DraftTree.from_lists([5, 6], [-1, -1]), DraftTree.chain([])])
+    drafts = Drafts(["a", "b"], forest, np.array([10, 20]))
+    padded = drafts.padded({"a": [-1] * 4, "b": [-1] * 2, "c": [-1]})
+    assert padded.req_ids == ["a", "b", "c"] and padded.num_tokens.tolist() == [10, 20, 0]
+    forest = padded.forest
+    assert forest.tokens.tolist() == [5, 6, 0, 0, 0, 0, 0]
+    assert forest.parents.tolist() == [-1, -1, 1, 2, -1, 0, -1]
+    assert forest.depths.tolist() == [1, 1, 2, 3, 1, 2, 1] and forest.sizes.tolist() == [4, 2, 1]
+    assert forest.probs.tolist() == [1, 1, 0, 0, 0, 0, 0]
+    assert forest.branching.tolist() == [True, False, False]
+    rows, tokens, shifts = rows_of_nodes(forest.arrays, np.array([0, 5, 8], np.int32)).tolist()
+    assert rows == [1, 2, 3, 4, 6, 7, 9] and tokens == forest.tokens.tolist()
+    assert shifts == [0, -1, -1, -1, 0, 0, 0]
+    assert forest.padded(forest.sizes) is forest

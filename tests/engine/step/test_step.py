@@ -43,6 +43,18 @@ def test_vllm_prepares_no_more_slots_than_there_may_be_nodes():
     assert step.scheduled.num_scheduled_tokens == {"a": 5, "b": 1, "c": 4}
 
 
+def test_a_step_with_a_prompt_is_prepared_for_a_number_of_nodes_of_each_request():
+    given = scheduled({"a": 4, "b": 0, "c": 2})
+    given.num_scheduled_tokens["b"] = 50  # of its prompt
+    step = Step(given)
+    step.size(3)
+    assert step.awaits_drafts and not step.is_prepared_early
+    assert step.offered.num_scheduled_tokens == {"a": 4, "b": 50, "c": 3}
+    assert step.offered.total_num_scheduled_tokens == 57
+    assert step.offered.scheduled_spec_decode_tokens == {"a": [-1] * 3, "c": [-1] * 2}
+    assert given.num_scheduled_tokens == {"a": 5, "b": 50, "c": 3}
+
+
 @pytest.mark.parametrize(
     ("slots", "repeats"),
     [({"a": 4, "b": 2}, True), ({"b": 2, "a": 4}, False), ({"a": 4, "b": 3}, False)],
