@@ -16,6 +16,7 @@ import torch
 from vllm import LLM, SamplingParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
+from lookahead_vllm.engine.step.step import State
 from tests.support.driving import (
     drafter_of,
     engine,
@@ -125,6 +126,8 @@ def test_float32_answers_are_plain_vllms(kind, proposer, model, in_float32):
         assert counters.branching_trees and counters.moved_tokens
         assert kind == "eager" or steps["FULL, drafts"]
         assert any(step.has_tail for step in launched) is (kind == "graphs")
+        is_sized = runner_of(llm).sizes_steps
+        assert any(step.state is State.SIZED for step in launched) is is_sized is IS_GPU
 
 
 @on_gpus
