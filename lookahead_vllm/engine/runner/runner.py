@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -114,9 +113,6 @@ class LookaheadRunner(DummyRuns):
         """When the last step was launched."""
         self._builders: list[Any] = []
         """The builders of attention metadata."""
-        budget = self.drafter.options.budget
-        self._nodes_each: int = 1 if isinstance(budget, str) else budget
-        """How many nodes each request has in the next step that is SIZED."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with (
@@ -246,7 +242,8 @@ class LookaheadRunner(DummyRuns):
                 step.prepare_early(most)
                 return step
         if step.has_slots and self.may_size(scheduled):
-            step.size(self._nodes_each)
+            budget = self.drafter.options.budget
+            step.size(last, None if isinstance(budget, str) else budget)
             return step
         step.shaped = self._fill_slots(step)
         return step
@@ -461,10 +458,6 @@ class LookaheadRunner(DummyRuns):
         batch.input_ids[rows] = tokens.to(batch.input_ids.dtype)
         if forest.branching.any():
             batch.positions[rows] += shifts
-        if self.drafter.options.budget == "auto":
-            most, used = max(map(len, slots.values())), whole.forest.num_nodes / len(slots)
-            # Some trees are larger than the mean one.
-            self._nodes_each = max(1, 2 * most if 1.5 * used >= most else ceil(1.5 * used))
 
     def _build_sized_metadata(self, step: Step) -> dict[str, Any]:
         """Attention's metadata of such a step."""

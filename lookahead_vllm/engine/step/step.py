@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,11 +181,21 @@ class Step:
         early, those of other requests, too."""
         return self.scheduled if self.is_prepared_early else self.shaped
 
-    def size(self, each: int) -> None:
+    def size(self, last: Step, each: int | None = None) -> None:
         """vLLM may prepare the step before its drafts are known, for `each` nodes of every request,
-        or as many as it has slots."""
+        within its slots.
+
+        By default, a request gets the mean of what it would need and what all need on average, by
+        the trees of the `last` step. One that had no room for more nodes needs twice as many.
+        """
         slots = self.scheduled.scheduled_spec_decode_tokens
-        sized = {req_id: own[:each] for req_id, own in slots.items()}
+        had, room = last.whole.sizes, last.offered.scheduled_spec_decode_tokens
+        need = {i: had.get(i, 0) * (1 + (had.get(i) == len(room.get(i, ())))) for i in slots}
+        mean = sum(need.values()) / len(need)
+        sized = {
+            req_id: own[: each or max(1, ceil((need[req_id] + mean) / 2))]
+            for req_id, own in slots.items()
+        }
         counts = self.scheduled.num_scheduled_tokens | {
             req_id: 1 + len(own) for req_id, own in sized.items()
         }

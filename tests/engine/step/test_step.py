@@ -11,7 +11,9 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from lookahead_vllm.draft.budget.cost import StepWork
+from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
+from lookahead_vllm.engine.step.drafts import Drafts
 from lookahead_vllm.engine.step.step import State, Step
 
 
@@ -47,12 +49,26 @@ def test_a_step_with_a_prompt_is_prepared_for_a_number_of_nodes_of_each_request(
     given = scheduled({"a": 4, "b": 0, "c": 2})
     given.num_scheduled_tokens["b"] = 50  # of its prompt
     step = Step(given)
-    step.size(3)
+    step.size(Step(SchedulerOutput.make_empty()), 3)
     assert step.awaits_drafts and not step.is_prepared_early
     assert step.offered.num_scheduled_tokens == {"a": 4, "b": 50, "c": 3}
     assert step.offered.total_num_scheduled_tokens == 57
     assert step.offered.scheduled_spec_decode_tokens == {"a": [-1] * 3, "c": [-1] * 2}
     assert given.num_scheduled_tokens == {"a": 5, "b": 50, "c": 3}
+
+
+def test_a_request_gets_as_many_nodes_as_its_last_tree_and_the_mean_suggest():
+    def sized(sizes: dict[str, int], room: dict[str, int]) -> list[int]:
+        last, step = Step(scheduled(room)), Step(scheduled(dict.fromkeys("abcd", 64)))
+        forest = DraftForest.of([DraftTree.chain([7] * size) for size in sizes.values()])
+        last.whole = Drafts([*sizes], forest, np.zeros(len(sizes), np.int64))
+        step.size(last)
+        return [len(own) for own in step.offered.scheduled_spec_decode_tokens.values()]
+
+    assert sized({}, {}) == [1, 1, 1, 1]
+    assert sized({"a": 12, "b": 4, "c": 0, "e": 9}, dict.fromkeys("abce", 64)) == [8, 4, 2, 2]
+    assert sized({"a": 1}, {"a": 1}) == [2, 1, 1, 1]  # it was full
+    assert sized({"a": 40}, {"a": 40}) == [50, 10, 10, 10]
 
 
 @pytest.mark.parametrize(
