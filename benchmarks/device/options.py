@@ -145,10 +145,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--prompts-every",
-        type=int,
+        type=positive,
         default=0,
         metavar="N",
-        help="in every N-th step a request is aborted, and a new one begins (default: 0, never)",
+        help="in every N-th step a request is aborted, and a new one begins (default: never)",
     )
     add(
         "--graphs",

@@ -252,11 +252,8 @@ def first_nodes(forest: ForestArrays, size: int) -> ForestFields:
 def _padded(forest: ForestFields, sizes: Int64s) -> ForestFields:
     forest = ForestArrays(*forest)
     n = sizes.sum()
-    tokens, parents, depths = (
-        np.zeros(n, np.int32),
-        np.zeros(n, np.int32),
-        np.zeros(n, np.int32),
-    )
+    fields = np.zeros((3, n), np.int32)
+    tokens, parents, depths = fields[0], fields[1], fields[2]
     probs, sources = np.zeros(n, np.float32), np.zeros(n, np.uint8)
     firsts = np.zeros(len(sizes) + 1, np.int64)
     for tree in range(len(sizes)):

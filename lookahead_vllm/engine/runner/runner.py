@@ -375,7 +375,7 @@ class LookaheadRunner(DummyRuns):
         elif step.has_new_blocks:  # the slots follow when the rows are placed
             with patches.swapped(self.block_tables, "compute_slot_mappings", _no_slots):
                 step.tables, _ = super().prepare_attn(input_batch)
-        if step.awaits_drafts or step.is_prepared_early:
+        if step.state is not State.WAITS:
             self._attend(NO_DRAFTS)
         else:
             if step.whole.forest.num_nodes:
@@ -408,8 +408,8 @@ class LookaheadRunner(DummyRuns):
             step.layout = NodeLayout.build(trees.forest, trees.rows, starts, self.device)
         step.trees = step.whole_trees = trees
         if step.state is State.SIZED:
-            whole = step.whole
-            step.whole_trees = whole.placed(whole.rows_in(batch.req_ids), batch.query_start_loc_np)
+            rows = step.rows[: len(step.whole.req_ids)]
+            step.whole_trees = step.whole.placed(rows, batch.query_start_loc_np)
         step.move = partial(self._move, step) if trees.branches else None
 
     def _move(self, step: Step, path: Walk, requests: slice, starts: torch.Tensor) -> None:
@@ -431,19 +431,17 @@ class LookaheadRunner(DummyRuns):
     def _forward(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         """Replaces the model's: a step outside of graphs gets its drafts, and only their rows."""
         step, shape = self.step, self._shape
-        if step.state is State.PREPARED:
-            self._draft(step)
-            shape.share_out(step)
-            shape.place(step.batch.num_tokens_after_padding)
-            inputs |= shape.inputs()
+        if step.awaits_drafts:
             context = get_forward_context()
-            context.is_padding = shape.is_padding()
+            if step.state is State.SIZED:
+                self._draft_sized(step)
+            else:
+                self._draft(step)
+                shape.share_out(step)
+                shape.place(step.batch.num_tokens_after_padding)
+                inputs |= shape.inputs()
+                context.is_padding = shape.is_padding()
             context.attn_metadata = LateMetadata(partial(self._build_metadata, step))
-            step.elapsed = self._tick()
-        elif step.awaits_drafts:
-            self._draft_sized(step)
-            context = get_forward_context()
-            context.attn_metadata = LateMetadata(partial(self._build_sized_metadata, step))
             step.elapsed = self._tick()
         return forward(*args, **inputs)
 
@@ -452,25 +450,21 @@ class LookaheadRunner(DummyRuns):
         whole, slots = self._grow(step), step.shaped.scheduled_spec_decode_tokens
         step.whole, step.drafts = whole, whole.padded(slots)
         batch, forest = step.batch, step.drafts.forest
-        roots = batch.query_start_loc_np[step.drafts.rows_in(batch.req_ids)]
+        step.rows = step.drafts.rows_in(batch.req_ids)
+        roots = batch.query_start_loc_np[step.rows]
         nodes = to_device(rows_of_nodes(forest.arrays, roots), self.device)
         rows, tokens, shifts = nodes.unbind()
         batch.input_ids[rows] = tokens.to(batch.input_ids.dtype)
         if forest.branching.any():
             batch.positions[rows] += shifts
 
-    def _build_sized_metadata(self, step: Step) -> dict[str, Any]:
-        """Attention's metadata of such a step."""
-        self._settle(step)
-        self._attend(step.trees)
-        return self._metadata_of(step, CUDAGraphMode.NONE)
-
     def _build_metadata(self, step: Step) -> dict[str, Any]:
         """Attention's metadata of a step outside of graphs."""
         self._settle(step)
-        slots = step.slots[:, : step.batch.num_tokens]
-        by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
-        get_forward_context().slot_mapping = by_layer
+        if step.is_prepared_early:  # else vLLM has mapped the slots of its rows
+            slots = step.slots[:, : step.batch.num_tokens]
+            by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
+            get_forward_context().slot_mapping = by_layer
         self._attend(step.trees)
         return self._metadata_of(step, CUDAGraphMode.NONE)
 
@@ -533,11 +527,10 @@ class LookaheadRunner(DummyRuns):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         step = self.step
-        if step.is_prepared_early and not step.has_tail and self.execute_model_state is not None:
+        is_late = step.state is not State.WAITS and not step.has_tail
+        if is_late and self.execute_model_state is not None:
             self._settle(step)
             self.execute_model_state = self.execute_model_state._replace(input_batch=step.batch)
-        elif step.state is State.SIZED:
-            self._settle(step)
         # Without steps, vLLM does not overwrite its drafts by -1, which later graphs would embed as
         # padding. Stages of a pipeline send each other drafts, and run no such graphs.
         steps = self.num_speculative_steps if self.use_pp else 0

@@ -114,7 +114,7 @@ class Step:
     graph: BatchExecutionDescriptor | None = None
     """The graph that runs a step that was prepared before its drafts; None outside of graphs."""
     rows: Int64s = field(default_factory=_no_rows)
-    """int64 [t]: the row of the batch of each tree of such a step."""
+    """int64 [t]: the row of the batch of each tree of such a step, or of one that is SIZED."""
     elapsed: float | None = None
     """Seconds from the launch of the step before to that of this one; None if unknown."""
 
@@ -190,7 +190,8 @@ class Step:
         """
         slots = self.scheduled.scheduled_spec_decode_tokens
         had, room = last.whole.sizes, last.offered.scheduled_spec_decode_tokens
-        need = {i: had.get(i, 0) * (1 + (had.get(i) == len(room.get(i, ())))) for i in slots}
+        need = {req_id: had.get(req_id, 0) for req_id in slots}
+        need |= {req_id: 2 * n for req_id, n in need.items() if n == len(room.get(req_id, ()))}
         mean = sum(need.values()) / len(need)
         sized = {
             req_id: own[: each or max(1, ceil((need[req_id] + mean) / 2))]

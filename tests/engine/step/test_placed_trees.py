@@ -48,7 +48,10 @@ def test_choices_are_of_the_proposers_trees_and_of_roots_that_are_wanted():
     choices = Choices.on_host(pack_choices(logits, 1))
     verified = step.verified(choices, starts, ["x", "y", "z"], {"y"})
     assert verified is not None and verified.request_ids == ["z", "y"]
-    assert verified.tokens[verified.roots].tolist() == [[4], [3]]
+    forest, roots = verified.forest, verified.roots
+    assert verified.tokens[roots].tolist() == [[4], [3]]
+    nodes = roots[forest.owners] + 1 + forest.places
+    assert verified.tokens[nodes].tolist() == [[5], [6], [7]]
     step.mark_accepted(verified, np.array([[0, 1], [0, 1]], np.int32))
     assert verified.accepted.tolist() == [True, True, False]
     assert NO_DRAFTS.verified(choices, np.arange(4), ["x", "y", "z"]) is None
