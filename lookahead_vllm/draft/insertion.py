@@ -91,9 +91,17 @@ class InsertionQueue:
         """The request has ended: remove its texts from the queue."""
         self._waiting.pop(request, None)
 
+    def has_work(self) -> bool:
+        """Whether there are texts to insert."""
+        if self._arrived and _ARRIVALS not in self._waiting:
+            text = self._next_arrived()
+            if text is not None:
+                self._waiting[_ARRIVALS] = deque([text])
+        return bool(self._waiting)
+
     def work(self) -> None:
         """Insert until this step's time is used up or the queue is empty."""
-        while self._has_work() and (self._left > 0 or self.seconds == math.inf):
+        while self.has_work() and (self._left > 0 or self.seconds == math.inf):
             self._take_turn()
 
     def work_for(self, seconds: float) -> None:
@@ -105,7 +113,7 @@ class InsertionQueue:
         now, longest = self.clock(), 0.0
         end = now + seconds
         turns = 0
-        while now + longest < end and self._has_work():
+        while now + longest < end and self.has_work():
             self._insert_turn()
             turns += 1
             if turns % TURNS_LOCKED == 0:
@@ -115,7 +123,7 @@ class InsertionQueue:
 
     def end_step(self) -> None:
         """Insert for the rest of this step's time, at least one turn, and begin the next step."""
-        if not self._has_inserted and self._has_work():
+        if not self._has_inserted and self.has_work():
             self._take_turn()
         self.work()
         self._has_inserted = False
@@ -157,13 +165,6 @@ class InsertionQueue:
             text = self._arrived.popleft()
             self.num_arrived -= text.size
             return text
-
-    def _has_work(self) -> bool:
-        if self._arrived and _ARRIVALS not in self._waiting:
-            text = self._next_arrived()
-            if text is not None:
-                self._waiting[_ARRIVALS] = deque([text])
-        return bool(self._waiting)
 
     def _take_turn(self) -> None:
         start = self.clock()

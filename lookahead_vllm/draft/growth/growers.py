@@ -2,7 +2,8 @@
 
 The trees of a step do not depend on each other, and compiled code needs no interpreter to grow
 them. A thread that sleeps takes as long to wake as ten trees take to grow. So `Growers` calls its
-threads shortly before the tokens arrive, and they wait for the trees in compiled code.
+threads shortly before the tokens arrive, and they wait for the trees in compiled code. When these
+have grown, one of the threads learns from the tokens, while the step is launched.
 """
 
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 from lookahead_vllm.draft import instructions
 from lookahead_vllm.draft.growth.acceptance_rate import RateArrays, new_inputs
 from lookahead_vllm.draft.growth.candidates import MAX_ALL_CANDIDATES, new_candidates
+from lookahead_vllm.draft.growth.learning import NewTokens, extend, new_tokens
 from lookahead_vllm.draft.growth.trees import (
     GROWN,
     MIN_PROBABILITY,
@@ -52,15 +54,17 @@ class SharedTrees(NamedTuple):
     gate: Int64s
     """int64 [GATE_SIZE]: the TICKET of the next tree that a thread may take; with it the number of
     the step, so that a thread that is late takes nothing from another one. COUNT of all trees, and
-    how many are DONE."""
+    how many are DONE. UNLEARNED is 0 if the tokens are learned, _TAKEN while a thread learns, and
+    until then the number of their step, plus 1."""
     trees: Int64s
     """int64 [capacity, 6]: with where the nodes of a tree START in `nodes`, and its SIZE."""
     nodes: Nodes
 
 
 # Elements of `SharedTrees.gate`, each in a line of 64 bytes of its own.
-TICKET, DONE, COUNT = 0, 8, 16
-GATE_SIZE = 24
+TICKET, DONE, COUNT, UNLEARNED = 0, 8, 16, 24
+GATE_SIZE = 32
+_TAKEN = -1
 
 STEP_SHIFT = 32
 _TREE_MASK = (1 << STEP_SHIFT) - 1
@@ -89,7 +93,7 @@ def grow_all(
     """Grow the `trees` int64 [t, 4].
 
     `lines` are those of `recycling.py`; there may be none. Threads in `help_grow` take some of the
-    trees. IndexError if `shared` has no room for them.
+    trees, and then the step's tokens. IndexError if `shared` has no room for the trees.
     """
     gate, shared_trees, nodes = shared[0], shared[1], Nodes(*shared[2])
     count, size = len(trees), 0
@@ -107,6 +111,7 @@ def grow_all(
     _grow_some(trie, lines, texts, learned, limits, shared, step)
     while instructions.load_atomic(gate, DONE) < count:
         instructions.pause()
+    instructions.store_atomic(gate, UNLEARNED, step + 1)
     firsts = np.zeros(count + 1, np.int64)
     for i in range(count):
         firsts[i + 1] = firsts[i] + shared_trees[i, SIZE]
@@ -125,9 +130,14 @@ def help_grow(
     learned: RateArrays,
     limits: TreeLimits,
     shared: SharedTrees,
+    new: NewTokens,
+    learns: bool,
     step: int,
 ) -> None:
-    """Wait for the trees of a step, and grow some of them, until another step begins."""
+    """Wait for the trees of a step, and grow some of them, until another step begins.
+
+    If it `learns`, also from the `new` tokens, unless another thread does.
+    """
     gate = shared[0]
     for _ in range(_MAX_PAUSES):
         ticket = instructions.load_atomic(gate, TICKET)
@@ -135,7 +145,24 @@ def help_grow(
             break
         if ticket & _TREE_MASK < gate[COUNT]:
             _grow_some(trie, lines, texts, learned, limits, shared, step)
+        if learns and instructions.load_atomic(gate, UNLEARNED) == step + 1:
+            learn_tokens(trie, lines, learned, gate, new, step + 1)
         instructions.pause()
+
+
+@kernel
+def learn_tokens(
+    trie: TrieArrays, lines: Int32s, learned: RateArrays, gate: Int64s, new: NewTokens, turn: int
+) -> None:
+    """Learn from the `new` tokens, unless another thread does; `turn` is what was UNLEARNED."""
+    if instructions.replace_atomic(gate, UNLEARNED, turn, _TAKEN):
+        extend(trie, lines, new, learned)
+        instructions.store_atomic(gate, UNLEARNED, 0)
+
+
+@kernel
+def _unlearned(gate: Int64s) -> int:
+    return instructions.load_atomic(gate, UNLEARNED)
 
 
 @kernel
@@ -227,22 +254,28 @@ def _move_on(
 
 
 class Growers:
-    """The threads of a proposer, beside its own, and the trees that they share.
+    """The threads of a proposer, beside its own, and what they share.
 
     There are none before `start`.
+
+    Attributes
+    ----------
+    new : NewTokens
+        Those of the last step that has grown trees.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chain_length: int) -> None:
         self._trees = new_shared_trees(1, 1)
+        self.new = new_tokens(1, 1, 0, chain_length)
         self._most_nodes = 0
         self._num_threads = 0
         self._calls: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
 
     @property
-    def shared(self) -> tuple[Any, ...]:
-        """The fields of SharedTrees, as plain tuples, which cost less to pass."""
+    def shared(self) -> tuple[Any, Any]:
+        """The fields of SharedTrees and of NewTokens, as plain tuples, which cost less to pass."""
         gate, trees, nodes = self._trees
-        return gate, trees, nodes[:]
+        return (gate, trees, nodes[:]), self.new[:]
 
     def start(self, num_threads: int) -> None:
         """Have so many threads more, for as long as the process lives."""
@@ -253,25 +286,49 @@ class Growers:
     def make_room(self, num_trees: int, num_nodes: int) -> None:
         """The next step has so many trees, with at most so many nodes together."""
         self._most_nodes = num_nodes
-        trees, nodes = len(self._trees.trees), len(self._trees.nodes.probs)
-        if num_trees > trees or num_nodes > nodes:
+        gate, trees, nodes = self._trees
+        if num_trees > len(trees) or num_nodes > len(nodes.probs):
             self.dismiss()
-            self._trees = new_shared_trees(max(num_trees, 2 * trees), max(num_nodes, 2 * nodes))
+            size = max(num_trees, 2 * len(trees)), max(num_nodes, 2 * len(nodes.probs))
+            self._trees = new_shared_trees(*size)._replace(gate=gate)
 
-    def call(self, *arguments: Any) -> None:
-        """The trees of the step will soon be known; `arguments` are the first of `help_grow`."""
+    def make_room_for_tokens(self, num_texts: int, num_tokens: int, num_choices: int) -> None:
+        """So many texts have new tokens, of which nothing is left to learn before; the model has
+        made choices at so many rows of logits."""
+        texts, tokens, choices = self.new.room
+        if num_texts > texts or num_tokens > tokens or num_choices > choices:
+            self.dismiss()
+            size = max(num_texts, 2 * texts), max(num_tokens, 2 * tokens)
+            choices = max(num_choices, 2 * choices)
+            self.new = new_tokens(*size, choices, self.new.chains.shape[1])
+
+    def call(self, *tables: Any, learns: bool) -> None:
+        """The trees of the step will soon be known; `tables` are the first arguments of
+        `help_grow`. The threads learn from its tokens if one `learns`."""
         if self._num_threads and self._most_nodes >= MIN_NODES_FOR_THREADS:
             self.dismiss()
             step = int(self._trees.gate[TICKET]) >> STEP_SHIFT
             for _ in range(self._num_threads):
-                self._calls.put((*arguments, self.shared, step))
+                self._calls.put((*tables, *self.shared, learns, step))
 
     def dismiss(self) -> None:
-        """Let the threads sleep. Until then they stay in compiled code, because on their way back
-        they would take the interpreter's lock from a step that the device waits for."""
+        """Let the threads sleep, once they have learned. Until then they stay in compiled code,
+        because on their way back they would take the interpreter's lock from a step that the device
+        waits for."""
         if self._num_threads:
             gate = self._trees.gate
             gate[TICKET] = ((int(gate[TICKET]) >> STEP_SHIFT) + 1) << STEP_SHIFT | CLOSED
+
+    def learn(self, trie: tuple[Any, ...], lines: Int32s, learned: tuple[Any, ...]) -> None:
+        """Learn from the tokens, unless a thread does, or has; the arguments are `help_grow`'s."""
+        gate = self._trees.gate
+        if (turn := _unlearned(gate)) > 0:
+            learn_tokens(trie, lines, learned, gate, self.new[:], turn)
+
+    def wait(self) -> None:
+        """Wait until no thread learns."""
+        while _unlearned(self._trees.gate) == _TAKEN:
+            instructions.pause_unlocked()
 
     def _work(self) -> None:
         while True:

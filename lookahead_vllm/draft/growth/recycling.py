@@ -42,9 +42,6 @@ _LISTED = NOT_LISTED + NUM_LENGTHS
 NUM_CHOICE_KINDS = _LISTED + NUM_LENGTHS * NUM_CHOICES * NUM_GAPS * 2
 """Kinds of evidence that a line gives; 0 is no evidence."""
 
-NOTHING_REPLACED: Int32s = np.empty((0, _LINE + 1), np.int32)
-"""For `swap_lines`."""
-
 
 class ChoiceTrees(NamedTuple):
     """The trees of a step at whose roots and nodes the model made choices."""
@@ -95,6 +92,11 @@ def initial_rates() -> NDArray[np.float64]:
 def make_lines(num_lines: int = NUM_LINES) -> Int32s:
     """An empty table: int32 [num_lines, 16]."""
     return np.zeros((num_lines, _LINE), np.int32)
+
+
+def new_replaced(num_rows: int) -> Int32s:
+    """Room for the lines that choices in so many rows of logits replace; see `recycle`."""
+    return np.empty((NUM_LENGTHS * num_rows, _LINE + 1), np.int32)
 
 
 @borrowing_kernel
@@ -160,20 +162,21 @@ def find_choices(
 
 
 @kernel
-def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices) -> Int32s:
+def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices, replaced: Int32s) -> int:
     """Keep the model's choices at every root and node of a step's trees in `lines`.
 
     Trees whose space is NO_SPACE are skipped, and so are nodes whose first choice is UNKNOWN.
-    Returns what `swap_lines` needs to take this back.
+    Fills `replaced` with what `swap_lines` needs to take this back, and returns the number of its
+    rows. IndexError if it has no room for them.
     """
     trees, choices = ChoiceTrees(*trees), ModelChoices(*choices)
     spaces, tokens, parents, firsts = trees.spaces, trees.tokens, trees.parents, trees.firsts
     max_size = np.int64(0)
     for tree in range(len(spaces)):
         max_size = max(max_size, firsts[tree + 1] - firsts[tree])
-    num_rows = len(spaces) + len(tokens)
+    if len(replaced) < NUM_LENGTHS * (len(spaces) + len(tokens)):
+        raise IndexError("there is no room for the lines")
     hashes = np.empty((max_size + 1, trees.roots.shape[1]), np.uint64)  # row i + 1 is node i's
-    replaced = np.empty((NUM_LENGTHS * num_rows, _LINE + 1), np.int32)
     size = 0
     for tree, space in enumerate(spaces):
         if space == NO_SPACE:
@@ -188,7 +191,7 @@ def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices) -> Int32s:
                 continue
             at_cell = 1 if place >= trees.num_grown[tree] else 0
             size = _keep(lines, space, hashes[place + 1], choices, row, at_cell, replaced, size)
-    return replaced[:size]
+    return size
 
 
 @kernel

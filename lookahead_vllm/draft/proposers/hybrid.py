@@ -8,11 +8,9 @@ import numpy as np
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.growth.candidates import CHOICES
 from lookahead_vllm.draft.growth.recycling import (
-    NOTHING_REPLACED,
     NUM_CHOICES,
     NUM_LINES,
     ChoiceTrees,
-    swap_lines,
 )
 from lookahead_vllm.draft.growth.step import Grown, begin_recycle_and_grow
 from lookahead_vllm.draft.growth.trees import DEPTH, NODES
@@ -77,8 +75,6 @@ class HybridProposer(NGramTrieProposer):
         """What the model's choices in the step before a `draft` belong to."""
         self._has_combs = False
         """Whether combs are among them."""
-        self._replaced = NOTHING_REPLACED
-        """What the choices in that step have replaced in `lines`."""
         self._windows: tuple[Int64s, Int64s, Load] | None = None
         """The arguments of `branch.choose` in a `draft` that may send combs."""
         super().__init__(options, text_nodes, NUM_LINES)
@@ -204,18 +200,17 @@ class HybridProposer(NGramTrieProposer):
             return super()._begin_and_grow(step)
         choices, verified = self._awaited
         given = verified.tokens, verified.gaps, verified.roots
-        grown, before, new, num_tokens, self._replaced = begin_recycle_and_grow(
-            choices[:], given, self._lines, *step, *self._growing
+        result: tuple[Grown, Int64s] = begin_recycle_and_grow(
+            choices[:], given, self._lines, self._growers.new[:], *step, *self._growing
         )
-        self._unlearned = before, new
-        return grown, num_tokens
+        self._is_unlearned = True
+        return result
 
-    def _extend(self, texts: tuple[Any, ...], emitted: tuple[Any, ...]) -> None:
-        """Learn by the choices that were known before: the tokens were chosen from the new ones."""
-        replaced, self._replaced = self._replaced, NOTHING_REPLACED
-        swap_lines(self._lines, replaced, restore=True)
-        super()._extend(texts, emitted)
-        swap_lines(self._lines, replaced, restore=False)
+    def _num_chosen(self) -> int:
+        if self._awaited is None:
+            return 0
+        forest = self._awaited[1].forest
+        return len(forest) + forest.num_nodes
 
     def learn(self) -> None:
         awaited, self._awaited = self._awaited, None

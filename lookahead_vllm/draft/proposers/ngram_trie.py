@@ -12,9 +12,10 @@ from lookahead_vllm.draft.budget.cost import NO_PRICES, Load, StepCost, StepPric
 from lookahead_vllm.draft.growth import priors
 from lookahead_vllm.draft.growth.acceptance_rate import MAX_WEIGHT, NUM_RATES, AcceptanceRate
 from lookahead_vllm.draft.growth.growers import Growers, help_grow
+from lookahead_vllm.draft.growth.learning import TEXTS, TOKENS, NewTokens
 from lookahead_vllm.draft.growth.live_texts import LiveTexts
 from lookahead_vllm.draft.growth.recycling import make_lines
-from lookahead_vllm.draft.growth.step import Grown, begin_and_grow, extend
+from lookahead_vllm.draft.growth.step import Grown, begin_and_grow
 from lookahead_vllm.draft.insertion import InsertionQueue
 from lookahead_vllm.draft.jit import Int32s, Int64s
 from lookahead_vllm.draft.progress import PROPOSED, EmittedTokens, ProgressArrays, WantedDrafts
@@ -114,10 +115,9 @@ class NGramTrieProposer(Proposer):
         self._namespaces = Namespaces(self.trie)
         self._texts = LiveTexts(options.chain_length)
         self._plan: _Plan
-        self._unlearned: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
-        """The texts before the tokens of the last `draft`, and the tokens, as `step.extend` takes
-        them."""
-        self._growers = Growers()
+        self._growers = Growers(options.chain_length)
+        self._is_unlearned = False
+        """Whether the tokens of the last `draft` are still to be learned."""
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
         self._sessions = Sessions(self.trie, self.insertion)
@@ -218,6 +218,9 @@ class NGramTrieProposer(Proposer):
     ) -> tuple[DraftForest, Int64s]:
         """See Proposer. The drafts do not know the n-grams that end in the new tokens."""
         self._learn_drafted()
+        self._growers.make_room_for_tokens(
+            len(emitted.rows), emitted.tokens.size, self._num_chosen()
+        )
         step = progress[:], emitted[:], spans, wanted[:], max_model_len
         (fields, rate, min_prob), num_tokens = self._begin_and_grow(step)
         forest = DraftForest(*fields)
@@ -228,15 +231,19 @@ class NGramTrieProposer(Proposer):
     def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[Grown, Int64s]:
         """Move the texts on, and grow the next trees, cut to the nodes that are worth their cost by
         the plan; `step` has the first arguments of `begin_step`."""
-        grown, before, new, num_tokens = begin_and_grow(*step, *self._growing)
-        self._unlearned = before, new
-        return grown, num_tokens
+        result: tuple[Grown, Int64s] = begin_and_grow(*step, *self._growing)
+        self._is_unlearned = True
+        return result
+
+    def _num_chosen(self) -> int:
+        """The rows of logits at which the model has made choices that are to be learned."""
+        return 0
 
     @property
     def _growing(self) -> tuple[Any, ...]:
         """The last arguments of `begin_and_grow`."""
         plain_tokens, prices = self._plan
-        return *self._tables, self._growers.shared, plain_tokens, prices[:]
+        return *self._tables, *self._growers.shared, plain_tokens, prices[:]
 
     def _judge_step(self, rate: float, min_prob: float) -> None:
         """Judge the trees of this step by the results of `allot`."""
@@ -253,6 +260,7 @@ class NGramTrieProposer(Proposer):
 
     def work_for(self, seconds: float) -> None:
         """See Proposer. Inserts texts."""
+        self._growers.wait()
         self.insertion.work_for(seconds)
 
     def use_threads(self, count: int) -> None:
@@ -261,7 +269,8 @@ class NGramTrieProposer(Proposer):
 
     def stand_by(self) -> None:
         """See Proposer. Calls threads if there may be enough to grow."""
-        self._growers.call(*self._tables)
+        # Another thread may insert texts of a fleet, if this one lets it have the lock.
+        self._growers.call(*self._tables, learns=self.fleet is None)
 
     @property
     def _tables(self) -> tuple[Any, ...]:
@@ -272,23 +281,27 @@ class NGramTrieProposer(Proposer):
     def learn(self) -> None:
         """See Proposer. Also inserts texts for a share of the step."""
         self._growers.dismiss()
-        self._learn_drafted()
+        self._learn_drafted(waits=self.insertion.has_work())
         self.insertion.end_step()
 
-    def _learn_drafted(self) -> None:
-        if self._unlearned is not None:
-            unlearned, self._unlearned = self._unlearned, None
-            self._extend(*unlearned)
+    def _learn_drafted(self, waits: bool = True) -> None:
+        """Learn from the tokens of the last `draft`, unless a thread does; then, wait for it."""
+        if self._is_unlearned:
+            self._is_unlearned = False
+            self._send(self._growers.new)
+            self._growers.learn(self.trie.arrays, self._lines, self.rate.arrays)
+        if waits:
+            self._growers.wait()
 
-    def _extend(self, texts: tuple[Any, ...], emitted: tuple[Any, ...]) -> None:
-        """Learn rates from the `emitted` tokens, insert them, and move the `texts` on."""
-        hashes, spaces, _ = texts
-        rows, tokens, sizes, live = emitted
-        self._texts.add_to_answers(live, tokens, sizes)
+    def _send(self, new: NewTokens) -> None:
+        """Pass the new tokens on to all that do not learn from them."""
+        texts, rows = slice(new.sizes[TEXTS]), new.rows[: new.sizes[TEXTS]]
+        tokens, counts = new.tokens[: new.sizes[TOKENS]], new.counts[texts]
+        self._texts.add_to_answers(rows, tokens, counts)
         if self.fleet is not None:
-            numbers = self._texts.numbers[live]
-            self.fleet.send(numbers, spaces[rows, ANSWERS], hashes[rows], tokens, sizes)
-        extend(self.trie.arrays, self._lines, texts, emitted, self.rate.arrays)
+            numbers, spaces = self._texts.numbers[rows], new.spaces[texts, ANSWERS].copy()
+            hashes = new.hashes[texts].copy()
+            self.fleet.send(numbers, spaces, hashes, tokens.copy(), counts.copy())
 
     def held_share(self) -> float | None:
         """How much of the texts that were read the trie holds, by a sample of their n-grams."""
@@ -396,7 +409,7 @@ class NGramTrieProposer(Proposer):
         self.trie.insert(NO_SPACE, hashes_of(nothing), nothing)
         read(self, {"": []})
         draft_trees(self, [DraftLimits("", 1, 1)])
-        help_grow(*self._tables, self._growers.shared, -1)
+        help_grow(*self._tables, *self._growers.shared, True, -1)
         compile_cost()
         self.finish("")
         count_by_space(self.trie.edges[:0], np.ones(1, np.int64))

@@ -85,7 +85,7 @@ def test_a_thread_grows_all_trees_if_the_others_take_none():
     nodes.fields[:] = nodes.probs[:] = nodes.sources[:] = trees[:, SIZE] = 0
     step = int(gate[TICKET]) >> STEP_SHIFT
     gate[DONE], gate[TICKET] = 0, step + 1 << STEP_SHIFT
-    arguments = *proposer._tables, growers.shared, step + 1
+    arguments = *proposer._tables, *growers.shared, False, step + 1
     thread = threading.Thread(target=help_grow, args=arguments)
     thread.start()
     while gate[DONE] < 8:
@@ -108,7 +108,7 @@ def test_a_late_thread_takes_nothing_from_another_step():
     gate = growers._trees.gate
     step = int(gate[TICKET]) >> STEP_SHIFT
     gate[DONE], gate[COUNT], gate[TICKET] = 0, 1, step + 1 << STEP_SHIFT  # all may be taken
-    help_grow(*proposer._tables, growers.shared, step)
+    help_grow(*proposer._tables, *growers.shared, True, step)
     assert (gate[DONE], gate[TICKET]) == (0, step + 1 << STEP_SHIFT)
 
 

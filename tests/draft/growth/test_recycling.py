@@ -10,6 +10,7 @@ from lookahead_vllm.draft.growth.recycling import (
     find_choices,
     is_from_cell,
     make_lines,
+    new_replaced,
     recycle,
     swap_lines,
 )
@@ -50,7 +51,8 @@ def keep(lines, text, tree, at_root, at_nodes, space=1, num_grown=None):
         np.tile(np.arange(NUM_CHOICES, dtype=np.float32), (2 + len(tree), 1)),
         np.array([1]),
     )
-    return recycle(lines, trees, choices)
+    replaced = new_replaced(1 + len(at_nodes))
+    return replaced[: recycle(lines, trees, choices, replaced)]
 
 
 def find(lines, text, space=1):
