@@ -54,7 +54,7 @@ class SharedTrees(NamedTuple):
     gate: Int64s
     """int64 [GATE_SIZE]: the TICKET of the next tree that a thread may take; with it the number of
     the step, so that a thread that is late takes nothing from another one. COUNT of all trees, and
-    how many are DONE. UNLEARNED is 0 if the tokens are learned, _TAKEN while a thread learns, and
+    how many are DONE. UNLEARNED is 0 if the tokens are learned, TAKEN while a thread learns, and
     until then the number of their step, plus 1."""
     trees: Int64s
     """int64 [capacity, 6]: with where the nodes of a tree START in `nodes`, and its SIZE."""
@@ -64,7 +64,7 @@ class SharedTrees(NamedTuple):
 # Elements of `SharedTrees.gate`, each in a line of 64 bytes of its own.
 TICKET, DONE, COUNT, UNLEARNED = 0, 8, 16, 24
 GATE_SIZE = 32
-_TAKEN = -1
+TAKEN = -1
 
 STEP_SHIFT = 32
 _TREE_MASK = (1 << STEP_SHIFT) - 1
@@ -155,7 +155,7 @@ def learn_tokens(
     trie: TrieArrays, lines: Int32s, learned: RateArrays, gate: Int64s, new: NewTokens, turn: int
 ) -> None:
     """Learn from the `new` tokens, unless another thread does; `turn` is what was UNLEARNED."""
-    if instructions.replace_atomic(gate, UNLEARNED, turn, _TAKEN):
+    if instructions.replace_atomic(gate, UNLEARNED, turn, TAKEN):
         extend(trie, lines, new, learned)
         instructions.store_atomic(gate, UNLEARNED, 0)
 
@@ -327,7 +327,7 @@ class Growers:
 
     def wait(self) -> None:
         """Wait until no thread learns."""
-        while _unlearned(self._trees.gate) == _TAKEN:
+        while _unlearned(self._trees.gate) == TAKEN:
             instructions.pause_unlocked()
 
     def _work(self) -> None:

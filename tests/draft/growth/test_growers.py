@@ -1,4 +1,4 @@
-"""Threads that grow the trees of a step together grow what one thread grows."""
+"""Threads that grow the trees of a step, and learn from its tokens, do what one thread does."""
 
 import random
 import threading
@@ -6,7 +6,9 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 
+from lookahead_vllm.draft.growth import growers as growers_module
 from lookahead_vllm.draft.growth.growers import (
     COUNT,
     DONE,
@@ -14,11 +16,17 @@ from lookahead_vllm.draft.growth.growers import (
     START,
     STEP_SHIFT,
     TICKET,
+    UNLEARNED,
     help_grow,
 )
+from lookahead_vllm.draft.progress import EmittedTokens, WantedDrafts
+from lookahead_vllm.draft.proposers import stepping
+from lookahead_vllm.draft.proposers.hybrid import HybridProposer
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
-from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
+from lookahead_vllm.draft.proposers.proposer import NO_LOAD
+from lookahead_vllm.draft.proposers.stepping import ENDLESS, DraftLimits, draft_trees, read
 from lookahead_vllm.draft.tree import DraftForest
+from lookahead_vllm.draft.verified import Verified
 from lookahead_vllm.options.server import LookaheadOptions
 
 NODES = 16
@@ -72,6 +80,131 @@ def test_forests_do_not_depend_on_threads():
         for proposer in (alone, together):
             read(proposer, new)
     assert num_nodes > 10_000
+
+
+class WithThreads:
+    """Its two threads have learned when it would, as in an engine in which a launch takes long."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.use_threads(2)  # type: ignore[attr-defined]
+
+    def plan(self, *args: Any) -> None:
+        super().plan(*args)  # type: ignore[misc]
+        self.stand_by()  # type: ignore[attr-defined]
+        time.sleep(0.002)
+
+    def learn(self) -> None:
+        time.sleep(0.002)
+        super().learn()  # type: ignore[misc]
+
+
+def engine_step(
+    proposer: NGramTrieProposer, new: list[list[int]], verified: Verified | None
+) -> DraftForest:
+    """Count the tokens of all requests, draft, and learn from the tokens."""
+    count, width = len(new), max(map(len, new))
+    tokens = np.array([own + [0] * (width - len(own)) for own in new])
+    counts = np.array([len(own) for own in new], np.int32)
+    emitted = EmittedTokens(np.arange(count), tokens, counts)
+    request_ids = [str(i) for i in range(count)]
+    wanted = WantedDrafts(np.arange(count), np.full(count, NODES), np.ones(count, np.bool_))
+    progress = stepping._progress_of(proposer, request_ids, np.full(count, ENDLESS))
+    proposer.plan(request_ids, wanted, np.full(count, 60), NO_LOAD, verified)
+    forest = proposer.draft(progress, emitted, emitted.new_spans(), wanted, ENDLESS)[0]
+    proposer.learn()
+    return forest
+
+
+@pytest.mark.parametrize("kind", [NGramTrieProposer, HybridProposer])
+def test_what_is_learned_does_not_depend_on_threads(kind, monkeypatch):
+    options = LookaheadOptions(
+        max_nodes=1 << 16, num_speculative_tokens=NODES, budget=NODES, window_size=0
+    )
+    alone, together = kind(options), type("", (WithThreads, kind), {})(options)
+    calls, learn = (
+        dict.fromkeys((id(alone.trie.edges), id(together.trie.edges)), 0),
+        (growers_module.learn_tokens),
+    )
+
+    def learn_tokens(trie: Any, *args: Any) -> None:
+        calls[id(trie[0])] += 1
+        learn(trie, *args)
+
+    monkeypatch.setattr(growers_module, "learn_tokens", learn_tokens)
+    rng, verified = random.Random(0), None
+    for _ in range(4):
+        for i in range(12):
+            prompt = text(rng, 60)
+            for proposer in (alone, together):
+                proposer.start(str(i), prompt)  # instead of the last one
+        for _ in range(15):
+            new = [text(rng, rng.randint(1, 4)) for _ in range(12)]
+            forest = engine_step(alone, new, verified)
+            for name, array in vars(engine_step(together, new, verified)).items():
+                np.testing.assert_array_equal(getattr(forest, name), array, name)
+            verified = None
+            if kind is HybridProposer:
+                verified = Verified.nothing([str(i) for i in range(12)], forest, alone.num_choices)
+                verified.tokens[:] = [
+                    [rng.randrange(97) for _ in range(alone.num_choices)] for _ in verified.tokens
+                ]
+        verified = None
+    assert calls[id(alone.trie.edges)] == 60
+    assert calls[id(together.trie.edges)] < 20
+    for mine, other in ((alone.trie, together.trie), (alone.rate, together.rate)):
+        for array, expected in zip(other.arrays, mine.arrays, strict=True):
+            np.testing.assert_array_equal(array, expected)
+    np.testing.assert_array_equal(together._lines, alone._lines)
+
+
+@pytest.mark.parametrize("entry", ["draft", "finish", "insert", "start"])
+def test_what_reads_the_trie_waits_for_a_thread_that_learns(entry):
+    proposer = NGramTrieProposer(OPTIONS)
+    proposer.start("0", [1, 2, 3, 1, 2])
+    draft(proposer, 1)
+    gate, ended = proposer._growers._trees.gate, list[float]()
+
+    def learn() -> None:
+        time.sleep(0.05)
+        ended.append(time.perf_counter())
+        gate[UNLEARNED] = 0
+
+    gate[UNLEARNED] = growers_module.TAKEN
+    thread = threading.Thread(target=learn)
+    thread.start()
+    if entry == "draft":
+        draft(proposer, 1)
+    elif entry == "finish":
+        proposer.finish("0")
+    elif entry == "start":
+        proposer.start("1", [1, 2])
+    else:
+        proposer.work_for(0.0)
+    assert ended and time.perf_counter() > ended[0]
+    thread.join()
+
+
+def test_threads_do_not_learn_beside_the_thread_of_a_fleet(monkeypatch):
+    class Fleet:
+        def follow(self, *args: Any) -> None: ...
+        def send(self, *args: Any) -> None: ...
+
+    proposer: Any = type("", (WithThreads, NGramTrieProposer), {})(OPTIONS)
+    proposer.fleet = Fleet()
+    calls, learn = list[int](), growers_module.learn_tokens
+
+    def learn_tokens(*args: Any) -> None:
+        calls.append(threading.get_ident())
+        learn(*args)
+
+    monkeypatch.setattr(growers_module, "learn_tokens", learn_tokens)
+    rng = random.Random(3)
+    for i in range(8):
+        proposer.start(str(i), text(rng, 60))
+    for _ in range(10):
+        engine_step(proposer, [text(rng, 2) for _ in range(8)], None)
+    assert calls == [threading.get_ident()] * 10
 
 
 def test_a_thread_grows_all_trees_if_the_others_take_none():
