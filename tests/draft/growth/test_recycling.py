@@ -171,7 +171,7 @@ def test_the_choices_of_a_step_are_kept_when_its_tokens_are_learned():
     forest = draft_trees(proposer, [DraftLimits("a", 1, 1)])
     chosen = Verified.nothing(["a"], forest, NUM_CHOICES)
     chosen.tokens[:] = choices_from(5)
-    space = int(proposer._texts.spaces[0, CHOICES])
+    space = int(proposer._texts.spaces[proposer.text_of("a"), CHOICES])
     for verified in (chosen, None):  # and not taken back by the next step, which has none
         read(proposer, {"a": [5]}, verified)
         assert find(proposer._lines, [1, 2, 3], space)[1][0] == 5
