@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lookahead_vllm.draft.growth.candidates import CHOICES, CHOSEN, TOKEN, new_candidates
+from lookahead_vllm.draft.growth.candidates import CHOSEN, TOKEN, new_candidates
 from lookahead_vllm.draft.growth.recycling import (
     NUM_CHOICES,
     ChoiceTrees,
@@ -163,15 +163,3 @@ def test_rates_are_learned_from_the_choices_before_the_tokens():
     chosen.tokens[:] = choices_from(5)
     for one, other in zip(rates_after(None), rates_after(chosen), strict=True):
         assert np.array_equal(one, other, equal_nan=True)
-
-
-def test_the_choices_of_a_step_are_kept_when_its_tokens_are_learned():
-    proposer = HybridProposer(LookaheadOptions(max_nodes=1024, window_size=1))
-    proposer.start("a", [1, 2, 3])
-    forest = draft_trees(proposer, [DraftLimits("a", 1, 1)])
-    chosen = Verified.nothing(["a"], forest, NUM_CHOICES)
-    chosen.tokens[:] = choices_from(5)
-    space = int(proposer._texts.spaces[proposer.text_of("a"), CHOICES])
-    for verified in (chosen, None):  # and not taken back by the next step, which has none
-        read(proposer, {"a": [5]}, verified)
-        assert find(proposer._lines, [1, 2, 3], space)[1][0] == 5
