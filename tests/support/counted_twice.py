@@ -116,7 +116,7 @@ def comparing(count: Callable[..., Any]) -> Callable[..., Any]:
                 scheduler.kv_cache_manager.cache_blocks(request, vllm.cached[req_id])
             assert cached == [single.num_cached_block.get(req_id) for single in singles]
         drafts = copy(self)
-        drafts._drafts = list(self._drafts)
+        drafts._sizes, drafts._accepted = [*self._sizes], [*self._accepted]
         ours_stats = drafts.take_drafts(None)
         assert (ours_stats and asdict(ours_stats)) == (vllm.drafts and asdict(vllm.drafts))
         CHECKED.append(len(ours))

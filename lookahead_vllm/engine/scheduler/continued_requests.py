@@ -8,9 +8,10 @@ counted here in a short loop, and vLLM's gets the others.
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from math import gcd
+from operator import add
 
-import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -54,8 +55,11 @@ class ContinuedRequests:
         )
         self._stops: dict[str, frozenset[int]] = {}
         """By id of a request that may be counted here, or has ended: the tokens that end it."""
-        self._drafts: list[tuple[int, int]] = []
-        """Nodes and accepted nodes of each draft since `take_drafts`."""
+        self._num_drafts = 0
+        """Drafts since `take_drafts`."""
+        size = 1 + scheduler.num_spec_tokens
+        self._sizes, self._accepted = [0] * size, [0] * size
+        """How many of them have so many nodes, and accepted nodes."""
 
     def start(self, request: Request) -> None:
         """Note a new request."""
@@ -134,7 +138,9 @@ class ContinuedRequests:
                 request.num_computed_tokens -= num_rejected
                 request.num_output_placeholders -= num_rejected
                 if drafted := num_nodes.get(req_id, 0):
-                    self._drafts.append((drafted, num_new - 1))
+                    self._num_drafts += 1
+                    self._sizes[drafted] += 1
+                    self._accepted[num_new - 1] += 1
             request.num_output_placeholders -= num_new
             request.append_output_token_ids(tokens)
             if caches:
@@ -150,20 +156,23 @@ class ContinuedRequests:
 
     def take_drafts(self, stats: SpecDecodingStats | None) -> SpecDecodingStats | None:
         """Add the drafts since the last call to a step's stats; None if there are none at all."""
-        if not self._drafts:
+        if not self._num_drafts:
             return stats
         if stats is None:
             stats = SpecDecodingStats.new(self._scheduler.num_spec_tokens)
-        nodes, accepted = zip(*self._drafts, strict=True)
-        self._drafts.clear()
-        stats.num_drafts += len(nodes)
-        stats.num_draft_tokens += sum(nodes)
-        stats.num_accepted_tokens += sum(accepted)
-        for counts, lengths in (
-            (stats.num_draft_tokens_per_pos, nodes),
-            (stats.num_accepted_tokens_per_pos, accepted),
-        ):
-            of_length = np.bincount(lengths, minlength=len(counts) + 1)
-            reached = of_length[::-1].cumsum()[::-1][1:].tolist()
-            counts[:] = map(sum, zip(counts, reached, strict=True))
+        nodes = _add(self._sizes, stats.num_draft_tokens_per_pos)
+        accepted = _add(self._accepted, stats.num_accepted_tokens_per_pos)
+        stats.num_drafts += self._num_drafts
+        stats.num_draft_tokens += nodes
+        stats.num_accepted_tokens += accepted
+        self._num_drafts = 0
         return stats
+
+
+def _add(numbers: list[int], per_position: list[int]) -> int:
+    """Add drafts, given by their `numbers` of tokens, to the drafts that have a token at each
+    position; returns the sum of their tokens. The numbers are 0 afterwards."""
+    reached = [*accumulate(reversed(numbers))][-2::-1]
+    per_position[:] = map(add, per_position, reached)
+    numbers[:] = [0] * len(numbers)
+    return sum(reached)

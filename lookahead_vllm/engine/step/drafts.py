@@ -90,13 +90,13 @@ class Drafts(NamedTuple):
         forest, from_proposer = self.forest, self.from_proposer
         if from_proposer is None:
             from_proposer = np.ones(len(forest), np.bool_)
-        kept = np.flatnonzero(forest.sizes)
-        kept = kept[np.argsort(rows[kept])]
-        forest, rows = forest.take(kept, forest.sizes[kept]), rows[kept]
-        contexts = self.num_tokens[kept] - 1
-        return PlacedTrees(
-            forest, rows, starts[rows].astype(np.int64), contexts, from_proposer[kept]
-        )
+        contexts = self.num_tokens - 1
+        if not (forest.sizes.all() and (rows[1:] > rows[:-1]).all()):  # as they are in most steps
+            kept = np.flatnonzero(forest.sizes)
+            kept = kept[np.argsort(rows[kept])]
+            forest, rows = forest.take(kept, forest.sizes[kept]), rows[kept]
+            contexts, from_proposer = contexts[kept], from_proposer[kept]
+        return PlacedTrees(forest, rows, starts[rows].astype(np.int64), contexts, from_proposer)
 
     def rows_in(self, req_ids: Sequence[str]) -> Int64s:
         """The row of the batch of each tree's request, int64 [t]."""
