@@ -182,10 +182,13 @@ def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices, replaced: 
         if space == NO_SPACE:
             continue
         hashes[0], root = trees.roots[tree], choices.roots[tree]
-        size = _keep(lines, space, hashes[0], choices, root, 0, replaced, size)
+        look_up_choices(lines, space, hashes[0])
         for node in range(firsts[tree], firsts[tree + 1]):
             place = node - firsts[tree]
             advance(hashes[parents[node] + 1], tokens[node], hashes[place + 1])
+            look_up_choices(lines, space, hashes[place + 1])
+        size = _keep(lines, space, hashes[0], choices, root, 0, replaced, size)
+        for place in range(firsts[tree + 1] - firsts[tree]):
             row = root + 1 + place
             if choices.tokens[row, 0] == UNKNOWN:
                 continue

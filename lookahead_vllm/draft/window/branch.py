@@ -71,6 +71,8 @@ class LookaheadBranch:
 
     def rows_of(self, request_ids: Sequence[str], may_branch: NDArray[np.bool_]) -> Int64s:
         """The window of each request that may branch: int64 [t], rows or NO_WINDOW."""
+        if not self._has_window:
+            return np.full(len(request_ids), NO_WINDOW)
         rows = self.windows.request_rows.rows_or(request_ids, NO_WINDOW)
         rows[~may_branch] = NO_WINDOW
         return rows
@@ -147,6 +149,8 @@ class LookaheadBranch:
 
     def awaits(self, request_ids: Sequence[str]) -> bool:
         """Whether the comb of one of these requests was sent and has not been verified."""
+        if not self._sent.any():
+            return False
         rows = self.windows.request_rows.rows_or(request_ids, NO_WINDOW)
         return bool(self._sent[rows[rows >= 0]].any())
 
