@@ -17,6 +17,7 @@ from lookahead_vllm.draft import instructions
 from lookahead_vllm.draft.growth.acceptance_rate import RateArrays, new_inputs
 from lookahead_vllm.draft.growth.candidates import MAX_ALL_CANDIDATES, new_candidates
 from lookahead_vllm.draft.growth.learning import NewTokens, extend, new_tokens
+from lookahead_vllm.draft.growth.recycling import NUM_LENGTHS, new_replaced
 from lookahead_vllm.draft.growth.trees import (
     GROWN,
     MIN_PROBABILITY,
@@ -266,7 +267,7 @@ class Growers:
 
     def __init__(self, chain_length: int) -> None:
         self._trees = new_shared_trees(1, 1)
-        self.new = new_tokens(1, 1, 0, chain_length)
+        self.new = new_tokens(1, 1, chain_length)
         self._most_nodes = 0
         self._num_threads = 0
         self._calls: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
@@ -292,15 +293,20 @@ class Growers:
             size = max(num_trees, 2 * len(trees)), max(num_nodes, 2 * len(nodes.probs))
             self._trees = new_shared_trees(*size)._replace(gate=gate)
 
-    def make_room_for_tokens(self, num_texts: int, num_tokens: int, num_choices: int) -> None:
-        """So many texts have new tokens, of which nothing is left to learn before; the model has
-        made choices at so many rows of logits."""
-        texts, tokens, choices = self.new.room
-        if num_texts > texts or num_tokens > tokens or num_choices > choices:
+    def make_room_for_tokens(self, num_texts: int, num_tokens: int) -> None:
+        """So many texts have new tokens, before which nothing is left to learn."""
+        texts, tokens = len(self.new.rows), len(self.new.tokens)
+        if num_texts > texts or num_tokens > tokens:
             self.dismiss()
             size = max(num_texts, 2 * texts), max(num_tokens, 2 * tokens)
-            choices = max(num_choices, 2 * choices)
-            self.new = new_tokens(*size, choices, self.new.chains.shape[1])
+            larger = new_tokens(*size, self.new.chains.shape[1])
+            self.new = larger._replace(sizes=self.new.sizes, replaced=self.new.replaced)
+
+    def make_room_for_choices(self, num_rows: int) -> None:
+        """The model makes choices at so many rows of logits, and nothing is left to learn."""
+        if NUM_LENGTHS * num_rows > len(self.new.replaced):
+            self.dismiss()
+            self.new = self.new._replace(replaced=new_replaced(2 * num_rows))
 
     def call(self, *tables: Any, learns: bool) -> None:
         """The trees of the step will soon be known; `tables` are the first arguments of

@@ -20,7 +20,7 @@ from lookahead_vllm.draft.growth.candidates import (
     new_lookups,
 )
 from lookahead_vllm.draft.growth.chains import follow_chain
-from lookahead_vllm.draft.growth.recycling import NUM_LENGTHS, new_replaced, swap_lines
+from lookahead_vllm.draft.growth.recycling import new_replaced, swap_lines
 from lookahead_vllm.draft.growth.trees import find_all
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.progress import no_chains
@@ -51,19 +51,15 @@ class NewTokens(NamedTuple):
     tokens: Int32s
     """int32 [capacity]: of all texts, one text after another."""
     replaced: Int32s
-    """int32 [capacity, 17]: what the model's choices in that step have replaced; see `recycle`."""
-
-    @property
-    def room(self) -> tuple[int, int, int]:
-        """The first arguments of `new_tokens`."""
-        return len(self.rows), len(self.tokens), len(self.replaced) // NUM_LENGTHS
+    """int32 [capacity, 18]: what the model's choices in that step have replaced; see
+    `new_replaced`."""
 
 
 TEXTS, TOKENS, REPLACED = range(3)
 
 
-def new_tokens(num_texts: int, num_tokens: int, num_choices: int, chain_length: int) -> NewTokens:
-    """Arrays for so many texts, tokens, and rows with the model's choices."""
+def new_tokens(num_texts: int, num_tokens: int, chain_length: int) -> NewTokens:
+    """Arrays for so many texts and tokens, without choices."""
     return NewTokens(
         np.zeros(3, np.int64),
         np.empty(num_texts, np.int64),
@@ -72,7 +68,7 @@ def new_tokens(num_texts: int, num_tokens: int, num_choices: int, chain_length: 
         np.empty((num_texts, NUM_SPACES), np.int32),
         no_chains(chain_length, num_texts),
         np.empty(num_tokens, np.int32),
-        new_replaced(num_choices),
+        new_replaced(0),
     )
 
 

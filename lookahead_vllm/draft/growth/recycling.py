@@ -32,6 +32,10 @@ NUM_LINES = 1 << 17  # 8 MiB
 _SPACE, _HASH, _CONFIDENCE, _AT_CELL, _FIRST = range(5)
 _LINE = 16
 
+# Columns of what the lines were before a step, behind those of a line: its number, and the _HASH
+# that it has after the step.
+_INDEX, _NEW_HASH = _LINE, _LINE + 1
+
 GAPS = (0.5, 1.5, 3.0)
 """Bounds between the classes of the distance from a logit to the best one; for the best one, to the
 second."""
@@ -95,8 +99,9 @@ def make_lines(num_lines: int = NUM_LINES) -> Int32s:
 
 
 def new_replaced(num_rows: int) -> Int32s:
-    """Room for the lines that choices in so many rows of logits replace; see `recycle`."""
-    return np.empty((NUM_LENGTHS * num_rows, _LINE + 1), np.int32)
+    """Room for the lines that choices in so many rows of logits replace, as they were: int32 [m,
+    18], for roots and nodes in order."""
+    return np.empty((NUM_LENGTHS * num_rows, _LINE + 2), np.int32)
 
 
 @borrowing_kernel
@@ -162,14 +167,13 @@ def find_choices(
 
 
 @kernel
-def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices, replaced: Int32s) -> int:
-    """Keep the model's choices at every root and node of a step's trees in `lines`.
+def find_lines(lines: Int32s, trees: ChoiceTrees, replaced: Int32s) -> int:
+    """Find the lines that the model's choices at every root and node of a step's trees replace.
 
-    Trees whose space is NO_SPACE are skipped, and so are nodes whose first choice is UNKNOWN.
-    Fills `replaced` with what `swap_lines` needs to take this back, and returns the number of its
-    rows. IndexError if it has no room for them.
+    Trees whose space is NO_SPACE are skipped. Fills `replaced`, see `new_replaced`, and returns the
+    number of its rows. IndexError if it has no room for them.
     """
-    trees, choices = ChoiceTrees(*trees), ModelChoices(*choices)
+    trees = ChoiceTrees(*trees)
     spaces, tokens, parents, firsts = trees.spaces, trees.tokens, trees.parents, trees.firsts
     max_size = np.int64(0)
     for tree in range(len(spaces)):
@@ -181,33 +185,61 @@ def recycle(lines: Int32s, trees: ChoiceTrees, choices: ModelChoices, replaced: 
     for tree, space in enumerate(spaces):
         if space == NO_SPACE:
             continue
-        hashes[0], root = trees.roots[tree], choices.roots[tree]
-        look_up_choices(lines, space, hashes[0])
+        begin = size
+        hashes[0] = trees.roots[tree]
+        size = _find(lines, space, hashes[0], replaced, size)
         for node in range(firsts[tree], firsts[tree + 1]):
             place = node - firsts[tree]
             advance(hashes[parents[node] + 1], tokens[node], hashes[place + 1])
-            look_up_choices(lines, space, hashes[place + 1])
-        size = _keep(lines, space, hashes[0], choices, root, 0, replaced, size)
-        for place in range(firsts[tree + 1] - firsts[tree]):
-            row = root + 1 + place
-            if choices.tokens[row, 0] == UNKNOWN:
-                continue
-            at_cell = 1 if place >= trees.num_grown[tree] else 0
-            size = _keep(lines, space, hashes[place + 1], choices, row, at_cell, replaced, size)
+            size = _find(lines, space, hashes[place + 1], replaced, size)
+        for row in range(begin, size):  # the memory has fetched them meanwhile
+            for column in range(_LINE):
+                replaced[row, column] = lines[replaced[row, _INDEX], column]
+    return size
+
+
+@borrowing_kernel
+def _find(lines: Int32s, space: int, hashes: Hashes, replaced: Int32s, size: int) -> int:
+    """Append the numbers of a text's lines to `replaced`, which has this `size`; returns its new
+    one."""
+    for length in range(NUM_LENGTHS):
+        line, replaced[size, _NEW_HASH] = _line_of(lines, space, hashes, length)
+        replaced[size, _INDEX] = line
+        prefetch(lines[line], 0)
+        size += 1
     return size
 
 
 @kernel
-def swap_lines(lines: Int32s, replaced: Int32s, restore: bool) -> None:
-    """Take back what `recycle` has `replaced` if `restore`, else do it again; in turns.
+def keep_choices(
+    lines: Int32s, trees: ChoiceTrees, choices: ModelChoices, replaced: Int32s
+) -> None:
+    """Keep the model's choices at every root and node of a step's trees in the lines that were
+    found; not those of nodes whose first choice is UNKNOWN."""
+    trees, choices = ChoiceTrees(*trees), ModelChoices(*choices)
+    found = 0
+    for tree, space in enumerate(trees.spaces):
+        if space == NO_SPACE:
+            continue
+        for place in range(-1, trees.firsts[tree + 1] - trees.firsts[tree]):
+            row = choices.roots[tree] + 1 + place
+            if place < 0 or choices.tokens[row, 0] != UNKNOWN:
+                at_cell = 1 if place >= trees.num_grown[tree] else 0
+                _keep(lines, space, choices, row, at_cell, replaced, found)
+            found += NUM_LENGTHS
 
-    A row has the number of a line and what is not in it at present. A step may replace a line
-    several times, so what it did last is taken back first.
+
+@kernel
+def swap_lines(lines: Int32s, replaced: Int32s, restore: bool) -> None:
+    """Take back what `keep_choices` has written if `restore`, else write it again; in turns.
+
+    A row has what is not in its line at present. A step may replace a line several times, so what
+    it did last is taken back first.
     """
     last = len(replaced) - 1
     for i in range(len(replaced)):
         row = replaced[last - i if restore else i]
-        line = lines[row[_LINE]]
+        line = lines[row[_INDEX]]
         for column in range(_LINE):
             line[column], row[column] = row[column], line[column]
 
@@ -216,17 +248,13 @@ def swap_lines(lines: Int32s, replaced: Int32s, restore: bool) -> None:
 def _keep(
     lines: Int32s,
     space: int,
-    hashes: Hashes,
     choices: ModelChoices,
     row: int,
     at_cell: int,
     replaced: Int32s,
-    size: int,
-) -> int:
-    """Write the choices in this row to the lines of the text's suffixes.
-
-    Appends the old lines to `replaced`, which has this `size`; returns its new one.
-    """
+    found: int,
+) -> None:
+    """Write the choices in this row to the lines that were found from there on."""
     tokens, gaps = choices.tokens[row], choices.gaps[row]
     confidence = np.int64(0)
     for rank in range(NUM_CHOICES):
@@ -236,17 +264,14 @@ def _keep(
             level += 1 if gap >= bound else 0
         confidence |= np.int64(level) << (2 * rank)
     for length in range(NUM_LENGTHS):
-        index, hash_bits = _line_of(lines, space, hashes, length)
-        line = lines[index]
+        line, hash_bits = (
+            lines[replaced[found + length, _INDEX]],
+            replaced[found + length, _NEW_HASH],
+        )
         # After a single token, choices in a real text are better than those at a cell.
         if at_cell and length == 0 and line[_SPACE] == space and line[_HASH] == hash_bits:
             continue
-        for column in range(_LINE):
-            replaced[size, column] = line[column]
-        replaced[size, _LINE] = index
-        size += 1
         line[_SPACE], line[_HASH], line[_AT_CELL] = space, hash_bits, at_cell
         line[_CONFIDENCE] = confidence
         for rank in range(NUM_CHOICES):
             line[_FIRST + rank] = tokens[rank]
-    return size

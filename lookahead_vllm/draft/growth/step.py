@@ -8,8 +8,8 @@ from lookahead_vllm.draft.budget.allot import allot
 from lookahead_vllm.draft.budget.cost import StepPrices
 from lookahead_vllm.draft.growth.acceptance_rate import RateArrays
 from lookahead_vllm.draft.growth.growers import SharedTrees, grow_all
-from lookahead_vllm.draft.growth.learning import REPLACED, TEXTS, TOKENS, NewTokens
-from lookahead_vllm.draft.growth.recycling import ChoiceTrees, ModelChoices, recycle
+from lookahead_vllm.draft.growth.learning import TEXTS, TOKENS, NewTokens
+from lookahead_vllm.draft.growth.recycling import ChoiceTrees, ModelChoices, keep_choices
 from lookahead_vllm.draft.growth.trees import TextArrays, TreeLimits
 from lookahead_vllm.draft.jit import Int32s, Int64s, kernel
 from lookahead_vllm.draft.progress import (
@@ -105,9 +105,8 @@ def begin_and_grow(
 
 @kernel
 def begin_recycle_and_grow(
-    trees: ChoiceTrees, choices: ModelChoices, lines: Int32s, new: NewTokens, *rest: Any
+    trees: ChoiceTrees, choices: ModelChoices, lines: Int32s, replaced: Int32s, *rest: Any
 ) -> tuple[Grown, Int64s]:
     """As `begin_and_grow`, whose arguments are the `rest`, with new `choices` of the model."""
-    new = NewTokens(*new)
-    new.sizes[REPLACED] = recycle(lines, trees, choices, new.replaced)
+    keep_choices(lines, trees, choices, replaced)
     return begin_and_grow(*rest)

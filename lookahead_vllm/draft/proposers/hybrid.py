@@ -7,10 +7,12 @@ import numpy as np
 
 from lookahead_vllm.draft.budget.cost import Load
 from lookahead_vllm.draft.growth.candidates import CHOICES
+from lookahead_vllm.draft.growth.learning import REPLACED
 from lookahead_vllm.draft.growth.recycling import (
     NUM_CHOICES,
     NUM_LINES,
     ChoiceTrees,
+    find_lines,
 )
 from lookahead_vllm.draft.growth.step import Grown, begin_recycle_and_grow
 from lookahead_vllm.draft.growth.trees import DEPTH, NODES
@@ -73,6 +75,8 @@ class HybridProposer(NGramTrieProposer):
         added."""
         self._awaited: tuple[ChoiceTrees, Verified] | None = None
         """What the model's choices in the step before a `draft` belong to."""
+        self._has_found = False
+        """Whether the lines for these choices were found."""
         self._has_combs = False
         """Whether combs are among them."""
         self._windows: tuple[Int64s, Int64s, Load] | None = None
@@ -153,6 +157,7 @@ class HybridProposer(NGramTrieProposer):
         """See Proposer. Without choices, those of a step that still asked for some are ignored."""
         super().plan(request_ids, wanted, contexts, load, verified)
         self._awaited = self._windows = None
+        self._has_found = False
         self._has_combs = False
         if not self.num_choices:
             if request_ids:
@@ -165,6 +170,20 @@ class HybridProposer(NGramTrieProposer):
         windows = self.branch.rows_of(request_ids, wanted.may_branch)
         if not self.branch.skip_step(windows, contexts, load, self._cost):
             self._windows = windows, contexts, load
+
+    def stand_by(self) -> None:
+        """See Proposer. Also finds the lines that the model's choices will be written to."""
+        self._find_lines()
+        super().stand_by()
+
+    def _find_lines(self) -> None:
+        if self._awaited is None or self._has_found:
+            return
+        self._learn_drafted()
+        trees, growers = self._awaited[0], self._growers
+        growers.make_room_for_choices(len(trees.spaces) + len(trees.tokens))
+        growers.new.sizes[REPLACED] = find_lines(self._lines, trees[:], growers.new.replaced)
+        self._has_found = True
 
     def needs_accepted(self) -> bool:
         return self._has_combs
@@ -198,19 +217,14 @@ class HybridProposer(NGramTrieProposer):
     def _begin_and_grow(self, step: tuple[Any, ...]) -> tuple[Grown, Int64s]:
         if self._awaited is None:
             return super()._begin_and_grow(step)
-        choices, verified = self._awaited
-        given = verified.tokens, verified.gaps, verified.roots
+        self._find_lines()
+        trees, verified = self._awaited
+        choices = verified.tokens, verified.gaps, verified.roots
         result: tuple[Grown, Int64s] = begin_recycle_and_grow(
-            choices[:], given, self._lines, self._growers.new[:], *step, *self._growing
+            trees[:], choices, self._lines, self._growers.new.replaced, *step, *self._growing
         )
         self._is_unlearned = True
         return result
-
-    def _num_chosen(self) -> int:
-        if self._awaited is None:
-            return 0
-        forest = self._awaited[1].forest
-        return len(forest) + forest.num_nodes
 
     def learn(self) -> None:
         awaited, self._awaited = self._awaited, None

@@ -218,9 +218,7 @@ class NGramTrieProposer(Proposer):
     ) -> tuple[DraftForest, Int64s]:
         """See Proposer. The drafts do not know the n-grams that end in the new tokens."""
         self._learn_drafted()
-        self._growers.make_room_for_tokens(
-            len(emitted.rows), emitted.tokens.size, self._num_chosen()
-        )
+        self._growers.make_room_for_tokens(len(emitted.rows), emitted.tokens.size)
         step = progress[:], emitted[:], spans, wanted[:], max_model_len
         (fields, rate, min_prob), num_tokens = self._begin_and_grow(step)
         forest = DraftForest(*fields)
@@ -234,10 +232,6 @@ class NGramTrieProposer(Proposer):
         result: tuple[Grown, Int64s] = begin_and_grow(*step, *self._growing)
         self._is_unlearned = True
         return result
-
-    def _num_chosen(self) -> int:
-        """The rows of logits at which the model has made choices that are to be learned."""
-        return 0
 
     @property
     def _growing(self) -> tuple[Any, ...]:

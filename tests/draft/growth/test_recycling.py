@@ -8,10 +8,11 @@ from lookahead_vllm.draft.growth.recycling import (
     ChoiceTrees,
     ModelChoices,
     find_choices,
+    find_lines,
     is_from_cell,
+    keep_choices,
     make_lines,
     new_replaced,
-    recycle,
     swap_lines,
 )
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
@@ -52,7 +53,9 @@ def keep(lines, text, tree, at_root, at_nodes, space=1, num_grown=None):
         np.array([1]),
     )
     replaced = new_replaced(1 + len(at_nodes))
-    return replaced[: recycle(lines, trees, choices, replaced)]
+    replaced = replaced[: find_lines(lines, trees, replaced)]
+    keep_choices(lines, trees, choices, replaced)
+    return replaced
 
 
 def find(lines, text, space=1):
@@ -140,7 +143,7 @@ def test_what_a_step_has_replaced_can_be_taken_back_and_done_again():
     before = lines.copy()
     replaced = keep(lines, [2, 5], tree, choices_from(8), [choices_from(i) for i in range(4)])
     after = lines.copy()
-    assert len(replaced) > len(set(replaced[:, -1].tolist())) > 3
+    assert len(replaced) > len(set(replaced[:, -2].tolist())) > 3
     for _ in range(2):
         swap_lines(lines, replaced, restore=True)
         assert np.array_equal(lines, before)
