@@ -171,7 +171,8 @@ def draw_round(
         drafter = rng.choice([name for name, targets in TARGETS.items() if model in targets])
         features.add(f"drafter {drafter}")
         draws.has("chains alone", 0.5 * (not elsewhere))
-    draws.has("sized steps", 0.5 * (not elsewhere))
+    for feature in ("sized steps", "growing threads"):
+        draws.has(feature, 0.5 * (not elsewhere))
     if "lora" in features and "chunked prefill" in features:
         # With LoRA, vLLM reserves room for all drafts.
         per_request = 1 + max(lookahead["num_speculative_tokens"], 4 * with_drafter)

@@ -35,6 +35,7 @@ from tests.fuzz.spies import (
     Branching,
     branching_requests,
     chains_alone,
+    growing_threads,
     recorded_drafts,
     sized_steps,
 )
@@ -454,6 +455,7 @@ class Rounds:
         with (
             chains_alone() if "chains alone" in features else nullcontext(),
             sized_steps() if "sized steps" in features else nullcontext(),
+            growing_threads() if "growing threads" in features else nullcontext(),
             start(model, lookahead, **{**settings, **stress}) as llm,
         ):
             yield llm

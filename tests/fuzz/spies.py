@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from lookahead_vllm.draft.budget.chain import TrieWorth
+from lookahead_vllm.draft.growth import growers
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.sources import DRAFTER
 from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.engine.attention.cpu import CPUTreeAttention
+from lookahead_vllm.engine.drafter import drafter
 from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
+from lookahead_vllm.engine.drafter.waiter import Waiter
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from tests.fuzz.isolation import LeakDetector, request_index
 
@@ -20,7 +23,7 @@ OnStep = Callable[[Any, Sequence[str]], None]
 
 
 @contextmanager
-def _replaced(*replacements: tuple[type, str, Any]) -> Iterator[None]:
+def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, spy in replacements:
             stack.enter_context(mock.patch.object(owner, name, spy))
@@ -115,6 +118,16 @@ def recorded_drafts(detector: LeakDetector) -> Iterator[None]:
 def sized_steps() -> Any:
     """Steps with prompts are prepared before their drafts are known, as on a GPU."""
     return _replaced((LookaheadRunner, "sizes_steps", True))
+
+
+def growing_threads() -> Any:
+    """Threads grow the trees of all steps, and learn, as those of large steps on a GPU."""
+    return _replaced(
+        (drafter, "num_growers", lambda parallel: 2),
+        (growers, "MIN_NODES_FOR_THREADS", 1),
+        # A CPU's steps have ended when they were launched.
+        (Waiter, "wait", lambda self, step, stand_by=lambda: None: stand_by()),
+    )
 
 
 @contextmanager
