@@ -71,19 +71,28 @@ def count_ngrams(arrays: Mapping[str, NDArray[Any]]) -> int:
 # ---- writing -------------------------------------------------------------------------------------
 
 
+Copy = Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]
+"""Copies bytes from the first array to the second."""
+
+
+def _copy(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
+    target.data[:] = source.data  # with the global interpreter lock, as kernels
+
+
 def save(
     path: Path,
     arrays: Mapping[str, NDArray[Any]],
     facts: Mapping[str, Any],
     tokenizer: str,
     after_chunk: Callable[[], object] = lambda: None,
+    copy: Copy = _copy,
 ) -> int:
     """Write a snapshot of a proposer, atomically.
 
-    The proposer may be running. The arrays are copied in order, CHUNK_BYTES at a time, with the
-    global interpreter lock held during each copy. Kernels hold it too, so no row is copied half
-    written. An array that contains numbers must precede the array that counts them, as edges
-    precede counters. `facts` must be older than all arrays.
+    The proposer may be running. The arrays are copied in order, CHUNK_BYTES at a time, each chunk
+    by one call of `copy`, so no row is copied half written. An array that contains numbers must
+    precede the array that counts them, as edges precede counters. `facts` must be older than all
+    arrays.
 
     Edges of live requests' own texts are written as zeros. Returns the size of the file in bytes.
 
@@ -95,6 +104,8 @@ def save(
         The fingerprint of the tokenizer.
     after_chunk : callable
         Called after each chunk. It may sleep, and an exception from it cancels the save.
+    copy : callable
+        The proposer's, if threads may write to its arrays without the global interpreter lock.
 
     Raises
     ------
@@ -110,24 +121,26 @@ def save(
             for name, array in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
                     npy.write_array_header_1_0(part, npy.header_data_from_array_1_0(array))
-                    for chunk in _copied_chunks(array, leave_out_private=name == "edges"):
-                        part.write(chunk)
+                    for chunk in _copied_chunks(array, name == "edges", copy):
+                        part.write(chunk.data)
                         after_chunk()
         return file.tell()
 
 
-def _copied_chunks(array: NDArray[Any], leave_out_private: bool) -> Iterator[memoryview]:
+def _copied_chunks(
+    array: NDArray[Any], leave_out_private: bool, copy: Copy
+) -> Iterator[NDArray[np.uint8]]:
     """Copy the array in chunks of whole rows; each chunk overwrites the buffer of the last."""
-    source = array.reshape(-1).view(np.uint8).data
+    source = array.reshape(-1).view(np.uint8)
     row_bytes = array.nbytes // max(1, len(array))
     chunk_bytes = max(1, CHUNK_BYTES // max(1, row_bytes)) * row_bytes
-    buffer = memoryview(bytearray(min(chunk_bytes, len(source))))
+    buffer = np.empty(min(chunk_bytes, len(source)), np.uint8)
     for start in range(0, len(source), max(1, chunk_bytes)):
         size = min(chunk_bytes, len(source) - start)
-        buffer[:size] = source[start : start + size]  # one copy, which no kernel interrupts
         chunk = buffer[:size]
+        copy(source[start : start + size], chunk)
         if leave_out_private:
-            rows = np.frombuffer(chunk, array.dtype).reshape(-1, *array.shape[1:])
+            rows = chunk.view(array.dtype).reshape(-1, *array.shape[1:])
             rows[spaces_of(rows) < 0] = 0
         yield chunk
 

@@ -83,7 +83,9 @@ class CacheKeeper:
                 raise _CancelledError
 
         try:
-            size = cache_file.save(self.path, arrays, facts, self._tokenizer, wait_after_chunk)
+            size = cache_file.save(
+                self.path, arrays, facts, self._tokenizer, wait_after_chunk, self._proposer.copy
+            )
         except _CancelledError:
             return False
         except OSError as error:

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lookahead_vllm.draft import instructions
 from lookahead_vllm.draft.growth.acceptance_rate import RateArrays, new_inputs
@@ -41,6 +42,8 @@ from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.tree import ForestFields
 from lookahead_vllm.draft.trie.table import TrieArrays
 
+Bytes = NDArray[np.uint8]
+
 MAX_THREADS = 3
 """The most threads beside the proposer's own."""
 MIN_NODES_FOR_THREADS = 100
@@ -55,8 +58,8 @@ class SharedTrees(NamedTuple):
     gate: Int64s
     """int64 [GATE_SIZE]: the TICKET of the next tree that a thread may take; with it the number of
     the step, so that a thread that is late takes nothing from another one. COUNT of all trees, and
-    how many are DONE. UNLEARNED is 0 if the tokens are learned, TAKEN while a thread learns, and
-    until then the number of their step, plus 1."""
+    how many are DONE. UNLEARNED is the number of the step, plus 1, until a thread learns from the
+    tokens, then TAKEN, and 0 when they are learned."""
     trees: Int64s
     """int64 [capacity, 6]: with where the nodes of a tree START in `nodes`, and its SIZE."""
     nodes: Nodes
@@ -155,10 +158,22 @@ def help_grow(
 def learn_tokens(
     trie: TrieArrays, lines: Int32s, learned: RateArrays, gate: Int64s, new: NewTokens, turn: int
 ) -> None:
-    """Learn from the `new` tokens, unless another thread does; `turn` is what was UNLEARNED."""
+    """Learn from the `new` tokens, unless another thread does; `turn` is the value of UNLEARNED."""
     if instructions.replace_atomic(gate, UNLEARNED, turn, TAKEN):
         extend(trie, lines, new, learned)
         instructions.store_atomic(gate, UNLEARNED, 0)
+
+
+@kernel
+def copy_between_turns(gate: Int64s, source: Bytes, target: Bytes) -> None:
+    """Copy bytes while no thread learns. No step begins meanwhile: this holds the interpreter's
+    lock."""
+    turn = instructions.load_atomic(gate, UNLEARNED)
+    while turn == TAKEN or (turn and not instructions.replace_atomic(gate, UNLEARNED, turn, TAKEN)):
+        instructions.pause()
+        turn = instructions.load_atomic(gate, UNLEARNED)
+    target[:] = source
+    instructions.store_atomic(gate, UNLEARNED, turn)
 
 
 @kernel
@@ -262,7 +277,7 @@ class Growers:
     Attributes
     ----------
     new : NewTokens
-        Those of the last step that has grown trees.
+        Those of the last step that has grown trees; `replaced` may be the next one's already.
     """
 
     def __init__(self, chain_length: int) -> None:
@@ -286,15 +301,15 @@ class Growers:
 
     def make_room(self, num_trees: int, num_nodes: int) -> None:
         """The next step has so many trees, with at most so many nodes together."""
+        self.dismiss()  # it may begin without a call
         self._most_nodes = num_nodes
         gate, trees, nodes = self._trees
         if num_trees > len(trees) or num_nodes > len(nodes.probs):
-            self.dismiss()
             size = max(num_trees, 2 * len(trees)), max(num_nodes, 2 * len(nodes.probs))
             self._trees = new_shared_trees(*size)._replace(gate=gate)
 
     def make_room_for_tokens(self, num_texts: int, num_tokens: int) -> None:
-        """So many texts have new tokens, before which nothing is left to learn."""
+        """The step has so many texts with new tokens; those of the last one are learned."""
         texts, tokens = len(self.new.rows), len(self.new.tokens)
         if num_texts > texts or num_tokens > tokens:
             self.dismiss()
@@ -303,14 +318,14 @@ class Growers:
             self.new = larger._replace(sizes=self.new.sizes, replaced=self.new.replaced)
 
     def make_room_for_choices(self, num_rows: int) -> None:
-        """The model makes choices at so many rows of logits, and nothing is left to learn."""
+        """The step has the model's choices at so many rows; the last one's tokens are learned."""
         if NUM_LENGTHS * num_rows > len(self.new.replaced):
             self.dismiss()
             self.new = self.new._replace(replaced=new_replaced(2 * num_rows))
 
     def call(self, *tables: Any, learns: bool) -> None:
         """The trees of the step will soon be known; `tables` are the first arguments of
-        `help_grow`. The threads learn from its tokens if one `learns`."""
+        `help_grow`. With `learns`, one of the threads learns from the tokens."""
         if self._num_threads and self._most_nodes >= MIN_NODES_FOR_THREADS:
             self.dismiss()
             step = int(self._trees.gate[TICKET]) >> STEP_SHIFT
@@ -335,6 +350,10 @@ class Growers:
         """Wait until no thread learns."""
         while _unlearned(self._trees.gate) == TAKEN:
             instructions.pause_unlocked()
+
+    def copy(self, source: Bytes, target: Bytes) -> None:
+        """Copy bytes of what threads learn, while none does."""
+        copy_between_turns(self._trees.gate, source, target)
 
     def _work(self) -> None:
         while True:

@@ -76,7 +76,7 @@ def new_tokens(num_texts: int, num_tokens: int, chain_length: int) -> NewTokens:
 def extend(trie: TrieArrays, lines: Int32s, new: NewTokens, learned: RateArrays) -> None:
     """Learn rates from the `new` tokens, and insert them.
 
-    By the model's choices that were known before: the tokens were chosen from the new ones.
+    Meanwhile, it takes the model's new choices back, because the tokens were chosen from them.
     """
     trie, new, learned = TrieArrays(*trie), NewTokens(*new), RateArrays(*learned)
     num_texts, num_tokens = new.sizes[TEXTS], new.sizes[TOKENS]

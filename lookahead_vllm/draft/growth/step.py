@@ -104,9 +104,9 @@ def begin_and_grow(
 
 
 @kernel
-def begin_recycle_and_grow(
+def keep_choices_and_grow(
     trees: ChoiceTrees, choices: ModelChoices, lines: Int32s, replaced: Int32s, *rest: Any
 ) -> tuple[Grown, Int64s]:
-    """As `begin_and_grow`, whose arguments are the `rest`, with new `choices` of the model."""
+    """`keep_choices`, and `begin_and_grow`, whose arguments are the `rest`, in one call."""
     keep_choices(lines, trees, choices, replaced)
     return begin_and_grow(*rest)

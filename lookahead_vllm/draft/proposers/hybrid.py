@@ -14,7 +14,7 @@ from lookahead_vllm.draft.growth.recycling import (
     ChoiceTrees,
     find_lines,
 )
-from lookahead_vllm.draft.growth.step import Grown, begin_recycle_and_grow
+from lookahead_vllm.draft.growth.step import Grown, keep_choices_and_grow
 from lookahead_vllm.draft.growth.trees import DEPTH, NODES
 from lookahead_vllm.draft.jit import Int64s
 from lookahead_vllm.draft.progress import (
@@ -97,7 +97,7 @@ class HybridProposer(NGramTrieProposer):
         self.branch.start(request_id, np.asarray(prompt, np.int32))
 
     def _choice_trees(self, verified: Verified) -> ChoiceTrees:
-        """The trees at whose nodes the model made its choices, as `recycle` takes them."""
+        """The trees at whose nodes the model made its choices, as `find_lines` takes them."""
         forest = verified.forest
         rows = self._texts.request_rows.rows_of(verified.request_ids)
         return ChoiceTrees(
@@ -220,13 +220,14 @@ class HybridProposer(NGramTrieProposer):
         self._find_lines()
         trees, verified = self._awaited
         choices = verified.tokens, verified.gaps, verified.roots
-        result: tuple[Grown, Int64s] = begin_recycle_and_grow(
+        result: tuple[Grown, Int64s] = keep_choices_and_grow(
             trees[:], choices, self._lines, self._growers.new.replaced, *step, *self._growing
         )
-        self._is_unlearned = True
+        self._is_unsent = True
         return result
 
     def learn(self) -> None:
+        self._growers.dismiss()  # whatever fails
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             trees, verified = awaited

@@ -116,8 +116,9 @@ class NGramTrieProposer(Proposer):
         self._texts = LiveTexts(options.chain_length)
         self._plan: _Plan
         self._growers = Growers(options.chain_length)
-        self._is_unlearned = False
-        """Whether the tokens of the last `draft` are still to be learned."""
+        self._is_unsent = False
+        """Whether `_send` must still get the tokens of the last `draft`; a thread may have learned
+        from them."""
         self.insertion = InsertionQueue()
         """Prompts and references that are not in the trie yet."""
         self._sessions = Sessions(self.trie, self.insertion)
@@ -230,7 +231,7 @@ class NGramTrieProposer(Proposer):
         """Move the texts on, and grow the next trees, cut to the nodes that are worth their cost by
         the plan; `step` has the first arguments of `begin_step`."""
         result: tuple[Grown, Int64s] = begin_and_grow(*step, *self._growing)
-        self._is_unlearned = True
+        self._is_unsent = True
         return result
 
     @property
@@ -254,7 +255,7 @@ class NGramTrieProposer(Proposer):
 
     def work_for(self, seconds: float) -> None:
         """See Proposer. Inserts texts."""
-        self._growers.wait()
+        self._learn_drafted()
         self.insertion.work_for(seconds)
 
     def use_threads(self, count: int) -> None:
@@ -280,8 +281,8 @@ class NGramTrieProposer(Proposer):
 
     def _learn_drafted(self, waits: bool = True) -> None:
         """Learn from the tokens of the last `draft`, unless a thread does; then, wait for it."""
-        if self._is_unlearned:
-            self._is_unlearned = False
+        if self._is_unsent:
+            self._is_unsent = False
             self._send(self._growers.new)
             self._growers.learn(self.trie.arrays, self._lines, self.rate.arrays)
         if waits:
@@ -299,6 +300,7 @@ class NGramTrieProposer(Proposer):
 
     def held_share(self) -> float | None:
         """How much of the texts that were read the trie holds, by a sample of their n-grams."""
+        self._learn_drafted()
         num_all, num_held = self._sessions.sample(NUM_SAMPLES)
         return num_held / num_all if num_all else None
 
@@ -329,7 +331,8 @@ class NGramTrieProposer(Proposer):
     def snapshot(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         """The learned arrays by name, not copied, and further facts that can be stored as JSON.
 
-        Another proposer with the same `max_nodes` can `restore` them.
+        Another proposer with the same `max_nodes` can `restore` them. Threads may write to the
+        arrays, see `copy`.
         """
         arrays: dict[str, NDArray[Any]] = {
             "edges": self.trie.answers,
@@ -341,6 +344,10 @@ class NGramTrieProposer(Proposer):
         facts = {"namespaces": self._namespaces.to_dict(), "suffixes": SUFFIXES}
         facts["followed"] = self.followed if self.fleet is None else self.fleet.positions()
         return arrays, {**facts, "share": self.options.share}
+
+    def copy(self, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
+        """Copy bytes of a snapshot's array, while no thread writes to it."""
+        self._growers.copy(source, target)
 
     def restore(
         self,
@@ -404,6 +411,7 @@ class NGramTrieProposer(Proposer):
         read(self, {"": []})
         draft_trees(self, [DraftLimits("", 1, 1)])
         help_grow(*self._tables, *self._growers.shared, True, -1)
+        self.copy(nothing.view(np.uint8), nothing.view(np.uint8))
         compile_cost()
         self.finish("")
         count_by_space(self.trie.edges[:0], np.ones(1, np.int64))

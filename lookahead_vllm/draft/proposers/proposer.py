@@ -105,7 +105,8 @@ class Proposer(ABC):
         """Have so many threads of its own, for which the machine has cores to spare."""
 
     def stand_by(self) -> None:  # noqa: B027
-        """The tokens of the planned step will arrive within a millisecond or two."""
+        """The tokens before the planned step will arrive within a millisecond or two, so do what
+        needs none of them. `draft` may come without this call."""
 
     def needs_accepted(self) -> bool:
         """Whether the next `draft` needs to know the accepted nodes of what is `verified`."""

@@ -195,7 +195,7 @@ class LateDrafts:
         before = self._steps[0] if len(self._steps) > later else None
         is_planned = self._prepare(plan, before)
         if before is not None and is_planned:
-            self._waiter.wait(before, self._drafter.proposer.stand_by)
+            self._waiter.wait(before, self._stand_by)
         elif before is not None:
             self._waiter.wait(before)
         with self._drafter.recorder.drafting():
@@ -204,6 +204,10 @@ class LateDrafts:
                 whole = self._chains.are_whole(self._drafter.proposer)
                 drafts = drafts._replace(whole_chain=whole)
         return drafts
+
+    def _stand_by(self) -> None:
+        with self._drafter.surviving("draft"):
+            self._drafter.proposer.stand_by()
 
     @property
     def drafted_for(self) -> Collection[str]:

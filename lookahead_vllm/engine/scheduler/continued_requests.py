@@ -55,11 +55,9 @@ class ContinuedRequests:
         )
         self._stops: dict[str, frozenset[int]] = {}
         """By id of a request that may be counted here, or has ended: the tokens that end it."""
-        self._num_drafts = 0
-        """Drafts since `take_drafts`."""
         size = 1 + scheduler.num_spec_tokens
         self._sizes, self._accepted = [0] * size, [0] * size
-        """How many of them have so many nodes, and accepted nodes."""
+        """How many drafts since `take_drafts` have so many nodes, and accepted nodes."""
 
     def start(self, request: Request) -> None:
         """Note a new request."""
@@ -138,7 +136,6 @@ class ContinuedRequests:
                 request.num_computed_tokens -= num_rejected
                 request.num_output_placeholders -= num_rejected
                 if drafted := num_nodes.get(req_id, 0):
-                    self._num_drafts += 1
                     self._sizes[drafted] += 1
                     self._accepted[num_new - 1] += 1
             request.num_output_placeholders -= num_new
@@ -156,16 +153,14 @@ class ContinuedRequests:
 
     def take_drafts(self, stats: SpecDecodingStats | None) -> SpecDecodingStats | None:
         """Add the drafts since the last call to a step's stats; None if there are none at all."""
-        if not self._num_drafts:
+        num_drafts = sum(self._sizes)
+        if not num_drafts:
             return stats
         if stats is None:
             stats = SpecDecodingStats.new(self._scheduler.num_spec_tokens)
-        nodes = _add(self._sizes, stats.num_draft_tokens_per_pos)
-        accepted = _add(self._accepted, stats.num_accepted_tokens_per_pos)
-        stats.num_drafts += self._num_drafts
-        stats.num_draft_tokens += nodes
-        stats.num_accepted_tokens += accepted
-        self._num_drafts = 0
+        stats.num_drafts += num_drafts
+        stats.num_draft_tokens += _add(self._sizes, stats.num_draft_tokens_per_pos)
+        stats.num_accepted_tokens += _add(self._accepted, stats.num_accepted_tokens_per_pos)
         return stats
 
 

@@ -72,6 +72,21 @@ def test_the_next_start_loads_what_was_learned(path, log):
     assert f"starts warm: {num_answers(after)} n-grams in 1 namespaces from {path}" in log.text
 
 
+def test_what_is_saved_is_copied_by_the_proposer(path, monkeypatch):
+    """It knows when no thread writes to the arrays."""
+    proposer, copied = new_proposer(), list[int]()
+
+    def copy(source, target):
+        copied.append(len(source))
+        target[:] = source
+
+    monkeypatch.setattr(proposer, "copy", copy)
+    keeper = keep(proposer, path)
+    teach(proposer)
+    keeper.save()
+    assert sum(copied) == sum(array.nbytes for array in proposer.snapshot()[0].values())
+
+
 def test_the_cache_is_saved_only_after_learning(path):
     proposer = new_proposer()
     keeper = keep(proposer, path)

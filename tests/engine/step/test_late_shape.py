@@ -12,6 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
+from lookahead_vllm.engine.drafter.waiter import Waiter
 from lookahead_vllm.engine.runner import draft_graphs
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from lookahead_vllm.engine.step.late_shape import LateMetadata
@@ -260,8 +261,16 @@ def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(llama, plain):
     with lookahead("eager", llama, {"proposer": "hybrid", "budget": 6}) as llm:
         counters, accepted = drafter_of(llm).counters, 0
         grow = "_begin_and_grow"
-        for name, at_its_end in (("plan", False), (grow, False), (grow, True), ("learn", False)):
+        for name, at_its_end in (
+            ("plan", False),
+            ("stand_by", False),
+            (grow, False),
+            (grow, True),
+            ("learn", False),
+        ):
             with pytest.MonkeyPatch.context() as patch:
+                # A CPU's steps have ended when they were launched.
+                patch.setattr(Waiter, "wait", lambda self, step, stand_by=lambda: None: stand_by())
                 failing = _fails_at_every_third_call(getattr(HybridProposer, name), at_its_end)
                 patch.setattr(HybridProposer, name, failing)
                 assert answers_of(llm) == plain
