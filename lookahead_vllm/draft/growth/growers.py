@@ -157,11 +157,14 @@ def help_grow(
 @kernel
 def learn_tokens(
     trie: TrieArrays, lines: Int32s, learned: RateArrays, gate: Int64s, new: NewTokens, turn: int
-) -> None:
-    """Learn from the `new` tokens, unless another thread does; `turn` is the value of UNLEARNED."""
-    if instructions.replace_atomic(gate, UNLEARNED, turn, TAKEN):
+) -> bool:
+    """Learn from the `new` tokens, unless another thread does; returns whether it did not. `turn`
+    is the value of UNLEARNED."""
+    is_mine = instructions.replace_atomic(gate, UNLEARNED, turn, TAKEN)
+    if is_mine:
         extend(trie, lines, new, learned)
         instructions.store_atomic(gate, UNLEARNED, 0)
+    return is_mine
 
 
 @kernel
@@ -286,6 +289,8 @@ class Growers:
         self._most_nodes = 0
         self._num_threads = 0
         self._calls: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self._is_helped = False
+        """Whether a thread may still learn from the tokens of the last `learn`."""
 
     @property
     def shared(self) -> tuple[Any, Any]:
@@ -343,13 +348,16 @@ class Growers:
     def learn(self, trie: tuple[Any, ...], lines: Int32s, learned: tuple[Any, ...]) -> None:
         """Learn from the tokens, unless a thread does, or has; the arguments are `help_grow`'s."""
         gate = self._trees.gate
-        if (turn := _unlearned(gate)) > 0:
-            learn_tokens(trie, lines, learned, gate, self.new[:], turn)
+        turn = int(gate[UNLEARNED])
+        self._is_helped = turn <= 0 or not learn_tokens(
+            trie, lines, learned, gate, self.new[:], turn
+        )
 
     def wait(self) -> None:
-        """Wait until no thread learns."""
-        while _unlearned(self._trees.gate) == TAKEN:
+        """Wait until no thread learns. `learn` has been called."""
+        while self._is_helped and _unlearned(self._trees.gate) == TAKEN:
             instructions.pause_unlocked()
+        self._is_helped = False
 
     def copy(self, source: Bytes, target: Bytes) -> None:
         """Copy bytes of what threads learn, while none does."""

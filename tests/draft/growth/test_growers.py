@@ -172,6 +172,7 @@ def test_what_reads_the_trie_waits_for_a_thread_that_learns(entry):
         gate[UNLEARNED] = 0
 
     gate[UNLEARNED] = growers_module.TAKEN
+    proposer._is_unsent = True
     thread = threading.Thread(target=learn)
     thread.start()
     if entry == "draft":
