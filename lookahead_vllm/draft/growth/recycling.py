@@ -264,10 +264,8 @@ def _keep(
             level += 1 if gap >= bound else 0
         confidence |= np.int64(level) << (2 * rank)
     for length in range(NUM_LENGTHS):
-        line, hash_bits = (
-            lines[replaced[found + length, _INDEX]],
-            replaced[found + length, _NEW_HASH],
-        )
+        old = replaced[found + length]
+        line, hash_bits = lines[old[_INDEX]], old[_NEW_HASH]
         # After a single token, choices in a real text are better than those at a cell.
         if at_cell and length == 0 and line[_SPACE] == space and line[_HASH] == hash_bits:
             continue

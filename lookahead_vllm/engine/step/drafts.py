@@ -91,8 +91,8 @@ class Drafts(NamedTuple):
         if from_proposer is None:
             from_proposer = np.ones(len(forest), np.bool_)
         contexts = self.num_tokens - 1
-        is_placed = forest.sizes.all() and (rows[1:] > rows[:-1]).all()  # as in most steps
-        if not is_placed:
+        is_in_order = forest.sizes.all() and (rows[1:] > rows[:-1]).all()  # as in most steps
+        if not is_in_order:
             kept = np.flatnonzero(forest.sizes)
             kept = kept[np.argsort(rows[kept])]
             forest, rows = forest.take(kept, forest.sizes[kept]), rows[kept]
