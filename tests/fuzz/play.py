@@ -71,6 +71,8 @@ class Played:
     replies: list[Any]
     """Lookahead's replies."""
     counters: Counters
+    requests: Sequence[Request] = ()
+    """The round's, and those that go on after answers."""
     branching: Branching = field(default_factory=lambda: Branching(set(), set()))
     preempted: int = 0
     refused: int = 0
@@ -296,6 +298,7 @@ class Rounds:
                 plain += play(llm, more, self._adapters)
                 round_ = replace(round_, requests=[*round_.requests, *more])
         played = self._play_lookahead(round_, plain, turns, longer)
+        played.requests = round_.requests
         for difference in differences(round_.requests, plain, played.replies):
             if self._is_tie(round_, difference.index, played.replies[difference.index]):
                 played.ties += 1
@@ -379,12 +382,13 @@ class Rounds:
             server.kill()
 
     def _is_tie(self, round_: Round, index: int, reply: Reply) -> bool:
-        """Whether plain vLLM also gives this reply, in another batch, with perturbed logits, or
-        with other roundings of its fp8 KV cache.
+        """Whether plain vLLM also gives this reply, in another batch, with perturbed logits, with
+        other roundings of its fp8 KV cache, or with its prefix cache.
 
         The last bits of float32 sums depend on the shape of the batch. Two tokens that are equally
         likely up to those bits may therefore change places in plain vLLM, too, and an element of an
-        fp8 KV cache may be rounded to another value.
+        fp8 KV cache may be rounded to another value. And with M-RoPE, tokens of an image have other
+        positions in a prompt than in the answer whose blocks are cached.
         """
         request = replace(round_.requests[index], arrival=0)
         others = [replace(r, arrival=0) for i, r in enumerate(round_.requests) if i != index]
@@ -398,7 +402,13 @@ class Rounds:
                     plain = play(llm, [request], self._adapters)[0]
                 if not differences([request], [plain], [reply]):
                     return True
-            return "fp8 cache" in round_.features and self._is_rounding(llm, request, reply)
+            if "fp8 cache" in round_.features and self._is_rounding(llm, request, reply):
+                return True
+        if "prefix caching" not in round_.features:
+            return False
+        with self._engine(round_, enable_prefix_caching=True) as llm:
+            plain = play(llm, round_.requests, self._adapters)[index]
+        return not differences([request], [plain], [reply])
 
     def _is_rounding(self, llm: LLM, request: Request, reply: Reply) -> bool:
         """Whether plain vLLM gives this reply if it rounds some elements of its fp8 KV cache to the

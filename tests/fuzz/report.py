@@ -65,7 +65,7 @@ class Report:
                 f"  {round_.requests[leak.index]}"
             )
         for difference in played.differences[:3]:
-            request = round_.requests[difference.index]
+            request = played.requests[difference.index]
             print(f"\nrequest {difference.index}: {difference.what} differ\n  {request}")
             print(f"  plain     {difference.plain}\n  lookahead {difference.lookahead}")
 
