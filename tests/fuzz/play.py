@@ -387,8 +387,8 @@ class Rounds:
 
         The last bits of float32 sums depend on the shape of the batch. Two tokens that are equally
         likely up to those bits may therefore change places in plain vLLM, too, and an element of an
-        fp8 KV cache may be rounded to another value. And with M-RoPE, tokens of an image have other
-        positions in a prompt than in the answer whose blocks are cached.
+        fp8 KV cache may be rounded to another value. And from its prefix cache, plain vLLM answered
+        otherwise over M-RoPE (qwen3_vl).
         """
         request = replace(round_.requests[index], arrival=0)
         others = [replace(r, arrival=0) for i, r in enumerate(round_.requests) if i != index]
