@@ -227,7 +227,6 @@ class HybridProposer(NGramTrieProposer):
         return result
 
     def learn(self) -> None:
-        self._growers.dismiss()  # whatever fails
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             trees, verified = awaited

@@ -38,13 +38,25 @@ OPTIONS = LookaheadOptions(
 )
 
 
-class CalledEarly(NGramTrieProposer):
-    """Its threads wait when the trees are to be grown, as in an engine whose step takes long."""
+class WithThreads:
+    """Its two threads have learned when it would, as in an engine in which a launch takes long."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.use_threads(2)  # type: ignore[attr-defined]
 
     def plan(self, *args: Any) -> None:
-        super().plan(*args)
-        self.stand_by()
+        super().plan(*args)  # type: ignore[misc]
+        self.stand_by()  # type: ignore[attr-defined]
         time.sleep(0.002)
+
+    def learn(self) -> None:
+        time.sleep(0.002)
+        super().learn()  # type: ignore[misc]
+
+
+def with_threads(kind: type[NGramTrieProposer]) -> Any:
+    return type("", (WithThreads, kind), {})
 
 
 def next_token(rng: random.Random, token: int) -> int:
@@ -64,8 +76,7 @@ def draft(proposer: NGramTrieProposer, count: int) -> DraftForest:
 
 
 def test_forests_do_not_depend_on_threads():
-    alone, together = NGramTrieProposer(OPTIONS), CalledEarly(OPTIONS)
-    together.use_threads(2)
+    alone, together = NGramTrieProposer(OPTIONS), with_threads(NGramTrieProposer)(OPTIONS)
     rng = random.Random(0)
     num_nodes = count = 0
     for step in range(60):
@@ -83,23 +94,6 @@ def test_forests_do_not_depend_on_threads():
         for proposer in (alone, together):
             read(proposer, new)
     assert num_nodes > 10_000
-
-
-class WithThreads:
-    """Its two threads have learned when it would, as in an engine in which a launch takes long."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.use_threads(2)  # type: ignore[attr-defined]
-
-    def plan(self, *args: Any) -> None:
-        super().plan(*args)  # type: ignore[misc]
-        self.stand_by()  # type: ignore[attr-defined]
-        time.sleep(0.002)
-
-    def learn(self) -> None:
-        time.sleep(0.002)
-        super().learn()  # type: ignore[misc]
 
 
 def engine_step(
@@ -124,7 +118,7 @@ def test_what_is_learned_does_not_depend_on_threads(kind, monkeypatch):
     options = LookaheadOptions(
         max_nodes=1 << 16, num_speculative_tokens=NODES, budget=NODES, window_size=0
     )
-    alone, together = kind(options), type("", (WithThreads, kind), {})(options)
+    alone, together = kind(options), with_threads(kind)(options)
     calls = dict.fromkeys((id(alone.trie.edges), id(together.trie.edges)), 0)
     learn = growers_module.learn_tokens
 
@@ -223,7 +217,7 @@ def test_threads_do_not_learn_beside_the_thread_of_a_fleet(monkeypatch):
         def follow(self, *args: Any) -> None: ...
         def send(self, *args: Any) -> None: ...
 
-    proposer: Any = type("", (WithThreads, NGramTrieProposer), {})(OPTIONS)
+    proposer = with_threads(NGramTrieProposer)(OPTIONS)
     proposer.fleet = Fleet()
     calls, learn = list[int](), growers_module.learn_tokens
 
