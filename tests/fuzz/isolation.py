@@ -57,6 +57,8 @@ class LeakDetector:
         self._share = lookahead.get("share", "none")
         self._accepts_namespaces = accepted == "all"
         self._outputs: dict[str, list[int]] = {}
+        self._dropped: list[tuple[str, list[int]]] = []
+        """Outputs as they were before their ends were dropped; with their requests."""
         self._choices: defaultdict[object, Pairs] = defaultdict(set)
         """By namespace: each verified node's token with a token that the model chose there."""
         self._roots: dict[str, int] = {}
@@ -72,8 +74,15 @@ class LeakDetector:
         self._outputs.setdefault(request_id, []).extend(tokens)
 
     def drop_output(self, request_id: str, length: int) -> None:
-        """Drop what follows the first `length` tokens of the output; it will be added again."""
-        del self._outputs.get(request_id, [])[length:]
+        """Drop what follows the first `length` tokens of the output.
+
+        Other requests may have learned from it. It will be added again, unless the request ends
+        before.
+        """
+        output = self._outputs.get(request_id, [])
+        if len(output) > length:
+            self._dropped.append((request_id, output[:]))
+            del output[length:]
 
     def add_choices(self, request_id: str, tree: DraftTree, at_root: Any, at_nodes: Any) -> None:
         """Record the tokens that the model chose at a tree's root and nodes."""
@@ -90,7 +99,7 @@ class LeakDetector:
     def leaks(self) -> list[Leak]:
         """The first leak of each tree."""
         shared: defaultdict[object, tuple[Pairs, Pairs]] = defaultdict(lambda: (set(), set()))
-        for request_id, output in self._outputs.items():
+        for request_id, output in [*self._outputs.items(), *self._dropped]:
             if self._is_off(request_id):
                 continue
             _learn(shared[self._namespace(request_id)], self._stretches(request_id)[-1], output)

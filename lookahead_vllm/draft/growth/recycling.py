@@ -105,9 +105,15 @@ def new_replaced(num_rows: int) -> Int32s:
 
 
 @borrowing_kernel
+def is_listed(kind: int) -> bool:
+    """Whether a line holds the token with evidence of this kind."""
+    return _LISTED <= kind < NUM_CHOICE_KINDS
+
+
+@borrowing_kernel
 def is_from_cell(kind: int) -> bool:
-    """Whether evidence of this kind comes from a cell of a window."""
-    return _LISTED <= kind < NUM_CHOICE_KINDS and (kind - _LISTED) % 2 == 1
+    """Whether the line is of a cell of a window."""
+    return is_listed(kind) and (kind - _LISTED) % 2 == 1
 
 
 @borrowing_kernel

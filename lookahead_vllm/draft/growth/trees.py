@@ -25,6 +25,8 @@ from lookahead_vllm.draft.growth.candidates import (
     CHOSEN,
     MAX_CANDIDATES,
     NUM_SOURCES,
+    SPARSE_ANSWERS,
+    SPARSE_OWN,
     TOKEN,
     Candidates,
     Lookups,
@@ -33,7 +35,12 @@ from lookahead_vllm.draft.growth.candidates import (
     match,
 )
 from lookahead_vllm.draft.growth.chains import find_drafted, follow_chain, is_drafted
-from lookahead_vllm.draft.growth.recycling import find_choices, is_from_cell, look_up_choices
+from lookahead_vllm.draft.growth.recycling import (
+    find_choices,
+    is_from_cell,
+    is_listed,
+    look_up_choices,
+)
 from lookahead_vllm.draft.jit import Int32s, Int64s, borrowing_kernel, kernel
 from lookahead_vllm.draft.sources import ANSWERS, DRAFTER, OWN, RECYCLED, REFERENCE, WINDOW
 from lookahead_vllm.draft.trie.suffix import (
@@ -250,11 +257,16 @@ def _source_of(evidence: Int32s, i: int) -> int:
         return REFERENCE
     if evidence[OWN, i]:
         return OWN
-    if evidence[ANSWERS, i] or evidence[CHOSEN, i] == 0:
+    if evidence[ANSWERS, i]:
         return ANSWERS
     if is_drafted(evidence[CHOSEN, i]):
         return DRAFTER
-    return WINDOW if is_from_cell(evidence[CHOSEN, i]) else RECYCLED
+    if is_listed(evidence[CHOSEN, i]):
+        return WINDOW if is_from_cell(evidence[CHOSEN, i]) else RECYCLED
+    if evidence[SPARSE_OWN, i]:
+        return OWN
+    # A line's token that a drafter does not propose has lost what told that it is listed.
+    return ANSWERS if evidence[SPARSE_ANSWERS, i] else RECYCLED
 
 
 @borrowing_kernel

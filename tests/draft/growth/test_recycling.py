@@ -18,7 +18,7 @@ from lookahead_vllm.draft.growth.recycling import (
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
 from lookahead_vllm.draft.proposers.jacobi_window import JacobiWindowProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
-from lookahead_vllm.draft.sources import NAMES, RECYCLED, WINDOW
+from lookahead_vllm.draft.sources import NAMES, OWN, RECYCLED, WINDOW
 from lookahead_vllm.draft.tree import DraftForest, DraftTree
 from lookahead_vllm.draft.trie.suffix import hashes_of
 from lookahead_vllm.draft.verified import Verified
@@ -130,6 +130,21 @@ def test_the_hybrid_tree_has_nodes_of_all_sources():
         total += 1 + accepted.sum()
     assert total > 40 and sources[WINDOW] > 0 and sources[RECYCLED] > 0
     assert sources[:4].sum() == 0
+
+
+def test_a_token_that_no_line_lists_is_not_from_the_choices():
+    """The text 5 9 7 8 5 ... 5 8 has a line for 8, but only its sparse suffix, 5 and any token,
+    knows 7."""
+    options = LookaheadOptions(proposer="hybrid", num_speculative_tokens=32, budget=32)
+    proposer = HybridProposer(options)
+    proposer.start("r", [5, 9, 7])
+    read(proposer, {"r": [8]})
+    proposer.last = 8
+    for _ in range(3):
+        step(proposer, lambda token: 13 - token)
+    (tree,) = draft_trees(proposer, [DraftLimits("r", 32, 1)])
+    sources = dict(zip(tree.tokens.tolist(), tree.sources.tolist(), strict=True))
+    assert sources[7] == OWN and sources[90] == RECYCLED
 
 
 def test_the_request_that_compiles_the_kernels_leaves_no_edge():
