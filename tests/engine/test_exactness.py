@@ -10,7 +10,6 @@ from vllm.sampling_params import BeamSearchParams
 
 from lookahead_vllm.draft.growth import growers
 from lookahead_vllm.engine.drafter import drafter
-from lookahead_vllm.engine.drafter.waiter import Waiter
 from tests.support.driving import (
     GREEDY,
     drafter_of,
@@ -24,6 +23,7 @@ from tests.support.driving import (
     runner_of,
 )
 from tests.support.proposers import record
+from tests.support.standing_by import STANDS_BY
 
 Answers = list[list[list[int]]]
 
@@ -184,8 +184,7 @@ def test_valid_drafts_never_change_the_output(proposer, nodes, llama, plain):
 
 def test_threads_that_grow_trees_change_no_output(llama, plain, monkeypatch):
     monkeypatch.setattr(drafter, "num_growers", lambda parallel: 2)
-    # A CPU's steps have ended when they were launched, so it never waits.
-    monkeypatch.setattr(Waiter, "wait", lambda self, step, stand_by=lambda: None: stand_by())
+    monkeypatch.setattr(*STANDS_BY)
     calls, compiled = list[int](), growers.help_grow
 
     def help_grow(*arguments: Any) -> None:

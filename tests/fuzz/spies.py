@@ -14,9 +14,9 @@ from lookahead_vllm.draft.tree import UNKNOWN
 from lookahead_vllm.engine.attention.cpu import CPUTreeAttention
 from lookahead_vllm.engine.drafter import drafter
 from lookahead_vllm.engine.drafter.late_drafts import LateDrafts
-from lookahead_vllm.engine.drafter.waiter import Waiter
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from tests.fuzz.isolation import LeakDetector, request_index
+from tests.support.standing_by import STANDS_BY
 
 OnStep = Callable[[Any, Sequence[str]], None]
 """Called with the `PlacedTrees` of a step and the ids of the requests of its batch."""
@@ -125,8 +125,7 @@ def growing_threads() -> Any:
     return _replaced(
         (drafter, "num_growers", lambda parallel: 2),
         (growers, "MIN_NODES_FOR_THREADS", 1),
-        # A CPU's steps have ended when they were launched.
-        (Waiter, "wait", lambda self, step, stand_by=lambda: None: stand_by()),
+        STANDS_BY,
     )
 
 

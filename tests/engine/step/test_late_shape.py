@@ -12,7 +12,6 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from lookahead_vllm.draft.budget.cost import CostCurve, StepCost
 from lookahead_vllm.draft.proposers.hybrid import HybridProposer
-from lookahead_vllm.engine.drafter.waiter import Waiter
 from lookahead_vllm.engine.runner import draft_graphs
 from lookahead_vllm.engine.runner.runner import LookaheadRunner
 from lookahead_vllm.engine.step.late_shape import LateMetadata
@@ -30,6 +29,7 @@ from tests.support.driving import (
     runner_of,
 )
 from tests.support.proposers import record
+from tests.support.standing_by import STANDS_BY
 
 PROMPTS = random_prompts(9, 50, seed=5)
 KINDS: list[dict[str, Any]] = [
@@ -269,8 +269,7 @@ def test_a_proposer_that_fails_in_the_middle_costs_drafts_alone(llama, plain):
             ("learn", False),
         ):
             with pytest.MonkeyPatch.context() as patch:
-                # A CPU's steps have ended when they were launched.
-                patch.setattr(Waiter, "wait", lambda self, step, stand_by=lambda: None: stand_by())
+                patch.setattr(*STANDS_BY)
                 failing = _fails_at_every_third_call(getattr(HybridProposer, name), at_its_end)
                 patch.setattr(HybridProposer, name, failing)
                 assert answers_of(llm) == plain
