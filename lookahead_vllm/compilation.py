@@ -112,10 +112,14 @@ def main(arguments: str) -> None:
             return
         with ThreadPoolExecutor() as others:
             library = others.submit(_compile_native) if on_cpu else None
-            compile_verification()
-            if options.proposer in CLASS_PATHS:
-                small = replace(options, max_nodes=1024, cache_path=None)
-                make_proposer(small.for_model(0))
+            try:
+                compile_verification()
+                if options.proposer in CLASS_PATHS:
+                    small = replace(options, max_nodes=1024, cache_path=None)
+                    make_proposer(small.for_model(0))
+            except SystemExit:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                raise
         if library is None or library.exception() is None:
             _marker(options, on_cpu).touch()
 
@@ -129,7 +133,9 @@ def _compile_native() -> None:
 def _end_with_parent() -> None:
     while os.read(0, 1024):  # without a lock, which would be held when Python ends
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    while True:  # Python ignores what is raised while it frees an object
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_POLL_SECONDS)
 
 
 @contextmanager

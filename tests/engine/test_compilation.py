@@ -107,3 +107,33 @@ def test_the_process_ends_with_its_parent(folder):
     with compilation._lock(compilation.fcntl.LOCK_SH) as is_free:
         assert is_free
     assert not list(folder.glob("compiled-*"))  # it ended before it was done
+
+
+SWALLOWS = """
+import json, sys, time
+from dataclasses import asdict
+from lookahead_vllm import compilation
+from lookahead_vllm.options.server import LookaheadOptions
+def compiles():
+    try:
+        print("compiles", flush=True)
+        time.sleep(120)
+    except SystemExit:
+        time.sleep(120)
+compilation.compile_verification = compiles
+compilation.main(json.dumps([asdict(LookaheadOptions()), False]))
+"""
+
+
+def test_it_ends_although_python_ignores_an_exception(folder):
+    """As where one is raised in a `__del__`, of which a compiler has many."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SWALLOWS]
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        process.stdin.close()
+        assert process.wait(timeout=30) == 1
+    assert not list(folder.glob("compiled-*"))
