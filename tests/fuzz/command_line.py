@@ -39,7 +39,7 @@ both answers and the command that repeats its round.
 The last bits of float32 sums depend on the shape of a batch. Where two tokens are equally likely up
 to these bits, plain vLLM itself gives another answer in another batch. A difference that plain vLLM
 shows too, in one of eight other batches or with one of 24 random changes to the last bits of its
-logits, is counted as a tie and not as a mismatch. So is one that it shows with prefix caching.
+logits, is counted as a tie and not as a mismatch.
 
 Over an fp8 KV cache, last bits also decide to which value a key or a value is rounded. A difference
 is a tie, too, if plain vLLM shows it once it rounds some of those elements the other way.
