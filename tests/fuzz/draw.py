@@ -265,8 +265,8 @@ def _draw_stress(draws: FeatureDraws, model: str, settings: dict[str, Any]) -> d
         stress.update(num_gpu_blocks_override=blocks, max_num_seqs=16)
     elif has("thinking", 0.3):
         # Not with preemption, after which plain vLLM restarts its count of thinking tokens.
-        # After reasoning, a grammar and the rest of a longer end may leave no permitted token. Where
-        # prompts have images, "the" is one of their patches, and may not be in an answer.
+        # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
+        # Where prompts have images, "the" is one of their patches, and may not be in an answer.
         is_short = "reasoning_parser" in settings or model in WITH_IMAGES
         ends = ["</think>", "the</think>"][: 1 if is_short else 2]
         settings["reasoning_config"] = {
