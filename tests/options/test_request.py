@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.options import request as request_options
@@ -246,6 +246,7 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(extra_args=ANYTHING | st.fixed_dictionaries({"lookahead": ANYTHING}))
 def test_no_unchecked_value_is_a_namespace(extra_args):
     options, others = options_in_worker(extra_args)

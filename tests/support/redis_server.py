@@ -30,7 +30,8 @@ class RedisServer:
             [BINARY, *silent, "--unixsocket", str(self.path), *self._settings],
             stdout=subprocess.DEVNULL,
         )
-        for _ in range(500):
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(str(self.path)) == 0:
                     return

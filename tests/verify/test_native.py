@@ -81,7 +81,8 @@ def test_without_a_compiler_the_error_says_what_to_install(tmp_path, monkeypatch
     ],
 )
 def test_an_unusable_compiler_is_named(script, says, tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "_MAX_SECONDS", 3)
+    if "sleep" in script:
+        monkeypatch.setattr(native, "_MAX_SECONDS", 3)
     choose_compiler(script, tmp_path, monkeypatch)
     with pytest.raises(native.KernelError) as error:
         native.load()

@@ -18,6 +18,7 @@ from lookahead_vllm.draft.fleet.pieces import NUM_HASHES, Pieces, messages_of
 from lookahead_vllm.draft.proposers.ngram_trie import NGramTrieProposer
 from lookahead_vllm.draft.proposers.stepping import DraftLimits, draft_trees, read
 from lookahead_vllm.draft.trie.namespaces import digest_of
+from lookahead_vllm.engine.drafter import fleet
 from lookahead_vllm.engine.drafter.fleet import connect
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.redis_server import RedisServer, needs_redis
@@ -44,6 +45,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_module, "INTERVAL_SECONDS", 0.02)
     monkeypatch.setattr(exchange_module, "MIN_BACKOFF_SECONDS", 0.05)
     monkeypatch.setattr(exchange_module, "MAX_BACKOFF_SECONDS", 0.1)
+    monkeypatch.setattr(fleet, "TIMEOUT_SECONDS", 10.0)  # the server may have to wait for its core
 
 
 class Engine:
@@ -81,13 +83,11 @@ class Engine:
         return wait(lambda: ANSWER[0] in self.drafts(namespace))
 
 
-def wait(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def wait(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
+    while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.01)
-    return False
+    return holds
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_an_answer_of_one_is_drafted_by_another(engines):
     first.answer()
     assert second.learns()
     assert wait(lambda: second.exchange.traffic.learned == len(ANSWER))
-    assert first.exchange.traffic.published == len(ANSWER)
+    assert wait(lambda: first.exchange.traffic.published == len(ANSWER))
     lag = second.exchange.traffic.lag_seconds
     assert lag is None or 0 <= lag < 5  # None: it was read as the tail of the stream
     time.sleep(0.2)
@@ -142,9 +142,9 @@ def _streams(server: RedisServer) -> list[bytes]:
 def test_streams_are_trimmed_and_expire(engines, server):
     engine = engines(max_entries=1)
     for _ in range(300):  # Redis trims whole nodes of a hundred entries
-        engine.answer()
         published = engine.exchange.traffic.published
-        wait(lambda before=published: engine.exchange.traffic.published > before)
+        engine.answer()
+        assert wait(lambda before=published: engine.exchange.traffic.published > before)
     client = server.client()
     (stream,) = _streams(server)
     assert 0 < client.xlen(stream) <= 150
@@ -175,17 +175,17 @@ def test_a_server_that_is_killed_ten_times_costs_two_lines_each(engines, server,
     for _ in range(10):
         server.kill()
         first.answer()
-        time.sleep(0.15)
+        assert wait(lambda: bool(first.exchange._complaint and second.exchange._complaint))
         server.start()
         assert wait(lambda: not first.exchange._complaint and not second.exchange._complaint)
-    first.answer()
-    assert second.learns()
+    assert teaches(first, second)
     lost = [r for r in caplog.records if "does not share" in r.message]
     found = [r for r in caplog.records if "shares with other servers again" in r.message]
-    assert 2 <= len(lost) <= 20 and len(found) == len(lost)
+    assert len(lost) == len(found) == 20
 
 
-def test_no_step_waits_for_a_server_that_hangs(engines, server):
+def test_no_step_waits_for_a_server_that_hangs(engines, server, monkeypatch):
+    monkeypatch.setattr(fleet, "TIMEOUT_SECONDS", 60.0)
     first, second = engines(), engines()
     first.answer()
     assert second.learns()
@@ -195,10 +195,9 @@ def test_no_step_waits_for_a_server_that_hangs(engines, server):
         start = time.monotonic()
         first.answer()
         slowest = max(slowest, time.monotonic() - start)
-    assert slowest < 1.0  # the server would be given up after two seconds
     start = time.monotonic()
     first.exchange.close()
-    assert time.monotonic() - start < 3
+    assert max(slowest, time.monotonic() - start) < 30  # the server is given up after 60
 
 
 def test_what_waits_for_a_missing_server_is_bounded(server, monkeypatch):
@@ -216,8 +215,9 @@ def test_what_waits_for_a_missing_server_is_bounded(server, monkeypatch):
     assert sum(len(step.tokens) for step in outbox._steps) <= 1000
     assert outbox.dropped >= 2900
     server.start()
-    assert wait(lambda: engine.exchange.traffic.published > 0)
-    assert engine.exchange.traffic.published + engine.exchange.traffic.dropped == 100 * len(ANSWER)
+    traffic = engine.exchange.traffic
+    assert wait(lambda: traffic.published + traffic.dropped == 100 * len(ANSWER))
+    assert traffic.published > 0
     engine.exchange.close()
 
 
@@ -327,14 +327,14 @@ def test_a_key_that_is_no_stream_stops_only_its_namespace(engines, server):
     assert not second.exchange._complaint
 
 
-def teaches(first: Engine, second: Engine, seconds: float) -> bool:
+def teaches(first: Engine, second: Engine) -> bool:
     """Whether the second one learns an answer that the first one repeats until then."""
 
     def is_learned() -> bool:
         first.answer(OTHER_ANSWER)
         return OTHER_ANSWER[0] in second.drafts()
 
-    return wait(is_learned, seconds)
+    return wait(is_learned)
 
 
 @pytest.fixture
@@ -370,7 +370,7 @@ def test_members_follow_an_address_to_another_server(fate, primary_and_replica, 
     address.unlink()
     address.symlink_to(new.path)
     second = Engine(f"unix://{address}")
-    assert teaches(first, second, seconds=30.0)
+    assert teaches(first, second)
     first.exchange.close()
     second.exchange.close()
 
@@ -381,7 +381,7 @@ def test_members_share_when_their_server_is_promoted(engines, server):
     first.answer()
     assert wait(lambda: first.exchange.traffic.dropped == len(ANSWER))
     server.client().replicaof("NO", "ONE")
-    assert teaches(first, second, seconds=30.0)
+    assert teaches(first, second)
 
 
 def set_clock_ahead(server: RedisServer) -> None:
@@ -400,6 +400,7 @@ def test_positions_of_another_clock_are_forgotten(event, engines, server):
     set_clock_ahead(server)
     first.answer()
     assert wait(lambda: second.exchange.traffic.lag_seconds == 0)
+    assert wait(lambda: first.exchange.traffic.published == 2 * len(ANSWER))
 
     if event == "restarted":
         server.kill()
@@ -409,7 +410,7 @@ def test_positions_of_another_clock_are_forgotten(event, engines, server):
     if event == "restored":
         for key, content in snapshot.items():
             server.client().restore(key, 0, content)
-    assert teaches(first, second, seconds=30.0)
+    assert teaches(first, second)
     assert wait(lambda: not second.exchange._complaint)
     assert second.exchange.traffic.lag_seconds == pytest.approx(0, abs=5)
 
@@ -417,7 +418,7 @@ def test_positions_of_another_clock_are_forgotten(event, engines, server):
 def test_positions_in_a_cache_file_count_only_if_their_messages_are_there(engines, server):
     first, second = engines(), engines()
     first.answer()
-    assert second.learns()
+    assert wait(lambda: second.exchange.traffic.learned == len(ANSWER))
     snapshot = second.proposer.snapshot()
     second.exchange.close()
 

@@ -51,7 +51,10 @@ class WithThreads:
         time.sleep(0.002)
 
     def learn(self) -> None:
-        time.sleep(0.002)
+        gate = self._growers._trees.gate  # type: ignore[attr-defined]
+        end = time.monotonic() + 0.03
+        while gate[UNLEARNED] > 0 and time.monotonic() < end:
+            time.sleep(0.002)
         super().learn()  # type: ignore[misc]
 
 

@@ -71,7 +71,7 @@ def times_of_steps(llm: LLM, between: Callable[[], None]) -> list[float]:
 
 def test_waiting_for_requests_is_no_step(llama, monkeypatch):
     monkeypatch.setattr(drafter, "STALL_SECONDS", math.inf)
-    with engine(llama, {"num_speculative_tokens": 4}) as llm:
+    with engine(llama, {"num_speculative_tokens": 4}, drafts=None) as llm:
         clock = Clock(llm)
         for _ in range(2):
             times = times_of_steps(llm, lambda: None)

@@ -38,7 +38,7 @@ def test_a_second_engine_drafts_the_answers_of_the_first(server, tmp_path):
             drafter = drafter_of(llm)
             exchange = drafter._exchange
             assert exchange is not None
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while exchange.traffic.learned < published[-1] and time.monotonic() < deadline:
                 time.sleep(0.01)
             answers.append(generate(llm, PROMPTS))
@@ -58,7 +58,7 @@ def test_no_answer_differs_and_no_step_waits_while_the_server_dies_ten_times(
 ):
     monkeypatch.setattr(exchange_module, "INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(exchange_module, "MIN_BACKOFF_SECONDS", 0.01)
-    monkeypatch.setattr("lookahead_vllm.engine.drafter.fleet.TIMEOUT_SECONDS", 5.0)
+    monkeypatch.setattr("lookahead_vllm.engine.drafter.fleet.TIMEOUT_SECONDS", 60.0)
     model = save_tiny_model("llama", tmp_path)
     settings = {"proposer": "ngram_trie", "budget": 8, "max_nodes": 50_000}
     with engine(model) as llm:
@@ -66,26 +66,28 @@ def test_no_answer_differs_and_no_step_waits_while_the_server_dies_ten_times(
     stop = threading.Event()
 
     def kill_and_start() -> None:
-        for _ in range(10):
-            time.sleep(0.05)
-            server.kill()
-            time.sleep(0.05)
-            server.start()
-        stop.set()
+        try:
+            for _ in range(10):
+                time.sleep(0.05)
+                server.kill()
+                time.sleep(0.05)
+                server.start()
+        finally:
+            stop.set()
 
     with engine(model, {**settings, "share_with": server.url}) as llm:
         killer = threading.Thread(target=kill_and_start)
         killer.start()
         rounds, slowest = 0, 0.0
-        while not stop.is_set() or rounds < 10:
+        traffic = drafter_of(llm)._exchange.traffic  # type: ignore[union-attr]
+        while not stop.is_set() or rounds < 10 or not traffic.published:
             start = time.monotonic()
             assert generate(llm, PROMPTS) == plain
             slowest = max(slowest, time.monotonic() - start)
             rounds += 1
+            assert rounds < 1000, "nothing is published"
         killer.join()
-        traffic = drafter_of(llm)._exchange.traffic  # type: ignore[union-attr]
-    assert slowest < 4  # a step that waited for the server would wait for its timeout
-    assert traffic.published > 0
+    assert slowest < 30  # a step that waited for the server would wait for its timeout
 
 
 def model_config(**changes: Any) -> Any:

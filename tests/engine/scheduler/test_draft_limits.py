@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import LLM
 from vllm.v1.request import RequestStatus
@@ -205,6 +205,7 @@ def test_a_refused_request_may_start_now_and_then():
         assert all(limiter._is_refused(head, 100) for _ in range(RECHECK_AFTER_STEPS))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 70), st.integers(-1, 80))
 def test_the_largest_number_that_fits(most, limit):
     tried: list[int] = []

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead_vllm.engine.drafter import drafter
@@ -35,6 +35,7 @@ PARAMS = [
 ] * 2
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 20))
 def test_chunks_hold_all_rows_in_order(sizes, most):
     ends = np.append(0, np.cumsum(sizes)).astype(np.int32)
