@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from lookahead_vllm.engine.grammar.copies import GrammarCopies
 from tests.support import forks, proposers
@@ -27,6 +28,15 @@ def _fork_processes() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _check_steps() -> Iterator[None]:
     with counted_twice(), checked_trees():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _run_before_there_is_a_kv_cache() -> Iterator[None]:
+    """Engines begin with a pass of the model, as they do on a GPU, or if no size of the KV cache is
+    given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPUWorker, "_should_warm_up_model", lambda self: True)
         yield
 
 

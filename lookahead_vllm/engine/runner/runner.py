@@ -430,17 +430,17 @@ class LookaheadRunner(DummyRuns):
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         """Replaces the model's: a step outside of graphs gets its drafts, and only their rows."""
-        step, shape = self.step, self._shape
+        step = self.step
         if step.awaits_drafts:
             context = get_forward_context()
             if step.state is State.SIZED:
                 self._draft_sized(step)
             else:
                 self._draft(step)
-                shape.share_out(step)
-                shape.place(step.batch.num_tokens_after_padding)
-                inputs |= shape.inputs()
-                context.is_padding = shape.is_padding()
+                self._shape.share_out(step)
+                self._shape.place(step.batch.num_tokens_after_padding)
+                inputs |= self._shape.inputs()
+                context.is_padding = self._shape.is_padding()
             context.attn_metadata = LateMetadata(partial(self._build_metadata, step))
             step.elapsed = self._tick()
         return forward(*args, **inputs)
