@@ -268,7 +268,7 @@ def _draw_stress(draws: FeatureDraws, model: str, settings: dict[str, Any]) -> d
         # After reasoning, a grammar and the rest of a longer end may leave no permitted token.
         # Where prompts have images, "the" is one of their patches, and may not be in an answer.
         is_short = "reasoning_parser" in settings or model in WITH_IMAGES
-        ends = ["</think>", "the</think>"][: 1 if is_short else 2]
+        ends = ["</think>"] if is_short else ["</think>", "the</think>"]
         settings["reasoning_config"] = {
             "reasoning_start_str": "<think>",
             "reasoning_end_str": rng.choice(ends),

@@ -9,9 +9,8 @@ def leaks_of(namespaces: tuple[str, str]) -> list[int]:
     """The indices of the requests with a leak, if the second one gets a draft of tokens that the
     first one has lost in a preemption."""
     requests = [Request([1, 2], {}, namespace=name) for name in namespaces]
-    detector = LeakDetector(
-        requests, [[], []], {"share": "namespace", "client_options": "all", "proposer": "hybrid"}
-    )
+    options = {"share": "namespace", "client_options": "all"}
+    detector = LeakDetector(requests, [[], []], options)
     detector.add_output("0-a", [7, 8, 9])
     detector.drop_output("0-a", 1)
     detector.add_output("1-b", [7])

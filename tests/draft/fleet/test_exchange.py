@@ -22,6 +22,7 @@ from lookahead_vllm.engine.drafter import fleet
 from lookahead_vllm.engine.drafter.fleet import connect
 from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.redis_server import RedisServer, needs_redis
+from tests.support.waiting import wait
 
 pytestmark = needs_redis
 
@@ -81,13 +82,6 @@ class Engine:
 
     def learns(self, namespace: str | None = "") -> bool:
         return wait(lambda: ANSWER[0] in self.drafts(namespace))
-
-
-def wait(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    end = time.monotonic() + seconds
-    while not (holds := condition()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from lookahead_vllm.draft.proposers.stepping import read
 from lookahead_vllm.draft.trie.namespaces import digest_of
 from lookahead_vllm.draft.trie.suffix import NUM_HASHES
 from lookahead_vllm.options.server import LookaheadOptions
+from tests.support.waiting import wait
 
 OPTIONS = LookaheadOptions(proposer="ngram_trie", budget=16, max_nodes=65536)
 TAIL_TOKENS = 8192
@@ -94,13 +95,6 @@ def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Exchan
     yield join
     for exchange in joined:
         exchange.close()
-
-
-def wait(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 def answer(proposer: NGramTrieProposer) -> None:

@@ -17,6 +17,7 @@ from lookahead_vllm.options.server import LookaheadOptions
 from tests.support.driving import drafter_of, engine, generate, learn_last_step, random_prompts
 from tests.support.models import save_tiny_model
 from tests.support.redis_server import RedisServer, needs_redis
+from tests.support.waiting import wait
 
 PROMPTS = random_prompts(4, 12)
 
@@ -38,9 +39,8 @@ def test_a_second_engine_drafts_the_answers_of_the_first(server, tmp_path):
             drafter = drafter_of(llm)
             exchange = drafter._exchange
             assert exchange is not None
-            deadline = time.monotonic() + 60
-            while exchange.traffic.learned < published[-1] and time.monotonic() < deadline:
-                time.sleep(0.01)
+            traffic, before = exchange.traffic, published[-1]
+            assert wait(lambda traffic=traffic, before=before: traffic.learned >= before)
             answers.append(generate(llm, PROMPTS))
             learn_last_step(llm)
             accepted.append(drafter.counters.accepted_nodes)
